@@ -48,7 +48,10 @@ def calls(
 ) -> Callable[[], object]:
     """Return the call to measure; x and y are whole buffers, part is one rank's
     part."""
-    before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    before, after = (
+        (group.rank - 1) % group.size,
+        (group.rank + 1) % group.size,
+    )
     if how == "copy":
         return lambda: y.copy_(x)
     if how == "own":
@@ -81,7 +84,9 @@ def own_ring(x: Tensor, y: Tensor, before: int, after: int) -> None:
     sent.wait()
 
 
-def measure(world: World, kind: str, how: str, size: int, repeats: int) -> list[float]:
+def measure(
+    world: World, kind: str, how: str, size: int, repeats: int
+) -> list[float]:
     """Return the seconds of each call on this rank, after a warm-up call."""
     group = world.split("all", [range(world.size)])
     numel = size // 4
@@ -113,7 +118,11 @@ def crossing(kind: str, ranks: int) -> float:
 
 
 def table(
-    ranks: int, sizes: Sequence[int], kinds: Sequence[str], rounds: int, repeats: int
+    ranks: int,
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    rounds: int,
+    repeats: int,
 ) -> None:
     print(
         f"\n{ranks} ranks, float32: ms (least - most) and GB/s of the bus; {rounds} interleaved",
@@ -124,7 +133,11 @@ def table(
         + "".join(f" {way} | |" for way in WAYS),
         end="",
     )
-    print(" shared x | buffers x |\n|---|--:|" + "--:|--:|" * len(WAYS) + "--:|--:|")
+    print(
+        " shared x | buffers x |\n|---|--:|"
+        + "--:|--:|" * len(WAYS)
+        + "--:|--:|"
+    )
     with ExitStack() as stack:
         runs = {
             backend: stack.enter_context(
@@ -137,22 +150,32 @@ def table(
                 seconds: dict[str, list[float]] = {way: [] for way in WAYS}
                 for _ in range(rounds):
                     for way, (group, how) in WAYS.items():
-                        by_rank = runs[group](measure, kind, how, size, repeats)
+                        by_rank = runs[group](
+                            measure, kind, how, size, repeats
+                        )
                         seconds[way] += map(max, zip(*by_rank, strict=True))
                 print(row(kind, size, ranks, seconds), flush=True)
 
 
-def row(kind: str, size: int, ranks: int, seconds: dict[str, list[float]]) -> str:
+def row(
+    kind: str, size: int, ranks: int, seconds: dict[str, list[float]]
+) -> str:
     text = f"| {kind} | {name_of(size)} |"
     middle = {way: statistics.median(times) for way, times in seconds.items()}
     for way, times in seconds.items():
         bus = (
-            size * (1.0 if way == "copy" else crossing(kind, ranks)) / middle[way] / 1e9
+            size
+            * (1.0 if way == "copy" else crossing(kind, ranks))
+            / middle[way]
+            / 1e9
         )
         low, high = min(times) * 1e3, max(times) * 1e3
-        text += f" {middle[way] * 1e3:.3g} ({low:.3g} - {high:.3g}) | {bus:.2f} |"
+        text += (
+            f" {middle[way] * 1e3:.3g} ({low:.3g} - {high:.3g}) | {bus:.2f} |"
+        )
     return text + "".join(
-        f" {middle['gloo'] / middle[way]:.1f} |" for way in ("shm", "shared buffers")
+        f" {middle['gloo'] / middle[way]:.1f} |"
+        for way in ("shm", "shared buffers")
     )
 
 

@@ -57,7 +57,9 @@ def sleeping(world: World, text: str, layers: int) -> list[Timeline]:
     shape = Shape("sleep", kind="mlp", layers=layers, hidden=4, batch=8)
     plain = build_model(shape)
     first, *_, last = plain.pieces
-    middle = [(f"layers.{i}", Sleeper(0.02 * 4 / layers)) for i in range(layers)]
+    middle = [
+        (f"layers.{i}", Sleeper(0.02 * 4 / layers)) for i in range(layers)
+    ]
     model = Model(
         (first, *middle, last),
         Rules.parse("layers.*.weight : embed embed"),
@@ -81,11 +83,20 @@ def sleeping(world: World, text: str, layers: int) -> list[Timeline]:
 
 
 def main() -> None:
-    print("4 ranks, stages of a fixed sleep (F 20 ms, B 40 ms), 8 microbatches\n")
-    print("| schedule | bubble measured (median of 5) | formula |\n|---|---|---|")
+    print(
+        "4 ranks, stages of a fixed sleep (F 20 ms, B 40 ms), 8 microbatches\n"
+    )
+    print(
+        "| schedule | bubble measured (median of 5) | formula |\n|---|---|---|"
+    )
     for text, layers in (("gpipe:8", 4), ("1f1b:8", 4), ("interleaved2:8", 8)):
         ranks = launch(
-            sleeping, 4, f"pp4 {text}", layers, backend="gloo", threads_per_rank=1
+            sleeping,
+            4,
+            f"pp4 {text}",
+            layers,
+            backend="gloo",
+            threads_per_rank=1,
         )
         bubbles = sorted(
             Timeline(tuple(s for t in step for s in t.spans)).bubble_fraction

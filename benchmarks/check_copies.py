@@ -49,7 +49,9 @@ def times(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", default="dp2; tp2 seq; pp2 1f1b:2; dp2 bf16")
+    parser.add_argument(
+        "--layouts", default="dp2; tp2 seq; pp2 1f1b:2; dp2 bf16"
+    )
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--backend", default="shm")

@@ -41,14 +41,23 @@ def work(out: Path) -> None:
     rank.part.trainer.step(rank.batch(0), 1e-3)
     saver = Saver(run.checkpoints, rank.part.local, rank.part.updates, keep=1)
     behind = Saver(
-        out / "behind", rank.part.local, rank.part.updates, keep=1, asynchronous=True
+        out / "behind",
+        rank.part.local,
+        rank.part.updates,
+        keep=1,
+        asynchronous=True,
     )
     # possibly from another checkout
     updates: list[Any] = list(rank.part.updates.values())
     state = [
-        list(s.values()) for u in updates for s in getattr(u, "torch", u).state.values()
+        list(s.values())
+        for u in updates
+        for s in getattr(u, "torch", u).state.values()
     ]
-    tensors: list[Any] = [[unit.home for unit in rank.part.local.units.values()], state]
+    tensors: list[Any] = [
+        [unit.home for unit in rank.part.local.units.values()],
+        state,
+    ]
 
     def torch_save() -> None:
         with (out / "torch.pt").open("wb") as file:
@@ -77,7 +86,11 @@ def work(out: Path) -> None:
             case "steps, saving":
                 behind.save(Progress(step))
                 steps()
-        print(time.perf_counter() - begun, time.process_time() - worked, flush=True)
+        print(
+            time.perf_counter() - begun,
+            time.process_time() - worked,
+            flush=True,
+        )
         behind.finish()
 
 
@@ -108,7 +121,9 @@ def main() -> None:
             for what in ("save", "load")
             for name in sources
         ]
-        turns[len(sources) : len(sources)] = [("torch.save", "ours", "torch.save")]
+        turns[len(sources) : len(sources)] = [
+            ("torch.save", "ours", "torch.save")
+        ]
         turns.append(("torch.load", "ours", "torch.load"))
         turns += [(what, "ours", what) for what in ("steps", "steps, saving")]
         for turn in range(args.rounds + 1):
@@ -120,16 +135,24 @@ def main() -> None:
                     seconds.setdefault(title, []).append((wall, cpu))
         for process in started.values():
             process.communicate()
-    beside = {"save": "torch.save", "load": "torch.load", "steps, saving": "steps"}
+    beside = {
+        "save": "torch.save",
+        "load": "torch.load",
+        "steps, saving": "steps",
+    }
     print(
         "| | s, median (quartiles) | s of CPU | ratio, median (quartiles) |\n|---|---|---|---|"
     )
     for title, values in seconds.items():
-        low, middle, high = statistics.quantiles((wall for wall, _ in values), n=4)
+        low, middle, high = statistics.quantiles(
+            (wall for wall, _ in values), n=4
+        )
         cpu, ratio = statistics.median(cpu for _, cpu in values), ""
         if base := beside.get(title.partition(", ours")[0]):
             pairs = zip(values, seconds[base], strict=True)
-            quartiles = statistics.quantiles((a / b for (a, _), (b, _) in pairs), n=4)
+            quartiles = statistics.quantiles(
+                (a / b for (a, _), (b, _) in pairs), n=4
+            )
             ratio = "{1:.2f} ({0:.2f}-{2:.2f})".format(*quartiles)
         print(
             f"| {title} | {middle:.2f} ({low:.2f}-{high:.2f}) | {cpu:.2f} | {ratio} |"

@@ -34,7 +34,10 @@ def attention(
     """Return the seconds of a forward and backward pass on this rank or, if `measured`,
     the bytes kept between the two and the peak."""
     layout = Layout.parse(text)
-    core, own = _core(world, layout), held_times(length, *_grid(layout), world.rank)
+    core, own = (
+        _core(world, layout),
+        held_times(length, *_grid(layout), world.rank),
+    )
     ids = (own * documents // length).unsqueeze(0) if documents else None
     barrier = world.split("all", [range(world.size)]).barrier
 
@@ -79,7 +82,11 @@ def _core(world: World, layout: Layout) -> nn.Module:
 
 
 def table(
-    lengths: Sequence[int], ranks: int, backend: str, repeats: int, documents: int
+    lengths: Sequence[int],
+    ranks: int,
+    backend: str,
+    repeats: int,
+    documents: int,
 ) -> None:
     ways = {
         "one rank": "",
@@ -114,14 +121,20 @@ def table(
             print(row, flush=True)
 
 
-def _measure(run, ways: dict[str, str], length: int, repeats: int, documents: int):
+def _measure(
+    run, ways: dict[str, str], length: int, repeats: int, documents: int
+):
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     bytes = {}
     # The first round warms up; the last measures memory.
     for turn in range(repeats + 2):
         for way, text in ways.items():
             asked = (text, length, documents, turn > repeats)
-            told = run(attention, *asked) if text else [attention(AloneWorld(), *asked)]
+            told = (
+                run(attention, *asked)
+                if text
+                else [attention(AloneWorld(), *asked)]
+            )
             most = tuple(map(max, zip(*told, strict=True)))
             if turn > repeats:
                 bytes[way] = most
@@ -140,10 +153,16 @@ def main() -> None:
     number("--documents", default=0, help="cut the sequence into this many")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    multiple = time_multiple(Layout.parse(f"cp{args.ranks}")) if args.ranks > 1 else 1
+    multiple = (
+        time_multiple(Layout.parse(f"cp{args.ranks}")) if args.ranks > 1 else 1
+    )
     if args.ranks < 2 or any(length % multiple for length in args.sequence):
-        parser.error(f"needs 2 ranks or more, and sequences that divide by {multiple}")
-    table(args.sequence, args.ranks, args.backend, args.repeats, args.documents)
+        parser.error(
+            f"needs 2 ranks or more, and sequences that divide by {multiple}"
+        )
+    table(
+        args.sequence, args.ranks, args.backend, args.repeats, args.documents
+    )
 
 
 if __name__ == "__main__":

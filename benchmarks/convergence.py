@@ -38,12 +38,15 @@ LOW, NEAR = 2.0, 0.02
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--layouts", default=LAYOUTS, help="separated by ;, one process is empty"
+        "--layouts",
+        default=LAYOUTS,
+        help="separated by ;, one process is empty",
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--backend", default="auto")
     parser.add_argument(
-        "--log", help="verdicts as JSON lines; those it holds are not run again"
+        "--log",
+        help="verdicts as JSON lines; those it holds are not run again",
     )
     said = parser.parse_args()
     log = Path(said.log) if said.log else None
@@ -62,9 +65,16 @@ def trained(layout: str, steps: int, backend: str) -> dict[str, object]:
     """Return the validation loss at the end of a run in this layout, and the CPU time
     of its ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run.parse(RUN, "convergence", (f"out={folder}/run", f"steps={steps}"))
+        run = Run.parse(
+            RUN, "convergence", (f"out={folder}/run", f"steps={steps}")
+        )
         outcome = launch(
-            train, Layout.parse(layout).ranks, run, layout, True, backend=backend
+            train,
+            Layout.parse(layout).ranks,
+            run,
+            layout,
+            True,
+            backend=backend,
         )[0]
     used = [
         resource.getrusage(who)
@@ -83,10 +93,16 @@ def told(found: list[dict[str, object]]) -> int:
         "| layout | parameters | steps | validation loss, nats per byte | from one process |"
     )
     print("|---|---|---|---|---|")
-    first = next((one["validation"] for one in found if not one["layout"]), None)
+    first = next(
+        (one["validation"] for one in found if not one["layout"]), None
+    )
     apart = 0.0
     for one in found:
-        off = abs(one["validation"] - first) if first is not None else float("nan")
+        off = (
+            abs(one["validation"] - first)
+            if first is not None
+            else float("nan")
+        )
         apart = max(apart, off)
         name = one["layout"] or "one process"
         print(

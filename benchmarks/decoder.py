@@ -60,7 +60,9 @@ def pairs(size: str) -> dict[str, tuple[Call, Call]]:
         return lambda: of((logits * 1.0).requires_grad_(), targets.flatten())
 
     def cross_entropy(given: Tensor, wanted: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(given, wanted, reduction="sum")
+        return torch.nn.functional.cross_entropy(
+            given, wanted, reduction="sum"
+        )
 
     first = ours.layers[0].attn, by_hand.layers[0].attn
     both: dict[str, tuple[Call, Call]] = {
@@ -79,7 +81,10 @@ def pairs(size: str) -> dict[str, tuple[Call, Call]]:
         ),
         "mlp": (mlp(ours), mlp(by_hand)),
         "loss": (loss(ours.head.loss), loss(cross_entropy)),
-        "head": (lambda: ours.head(x, targets), lambda: by_hand.head(x, targets)),
+        "head": (
+            lambda: ours.head(x, targets),
+            lambda: by_hand.head(x, targets),
+        ),
     }
     return both
 
@@ -94,7 +99,8 @@ def taken(call: Call, times: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", choices=SIZES, default="5m")
     parser.add_argument("--rounds", type=int, default=40)
@@ -118,7 +124,9 @@ def main() -> None:
         ours, by_hand = (
             statistics.median(column) for column in zip(*rounds, strict=True)
         )
-        low, middle, high = statistics.quantiles((a / b for a, b in rounds), n=4)
+        low, middle, high = statistics.quantiles(
+            (a / b for a, b in rounds), n=4
+        )
         ratio = f"{middle:.3f} ({low:.3f}-{high:.3f})"
         print(f"| {name} | {ours:.3f} | {by_hand:.3f} | {ratio} |", flush=True)
 

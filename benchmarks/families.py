@@ -112,11 +112,16 @@ def verified(name: str) -> tuple[int, int]:
     assert model.shape is not None
     agree = count = 0
     for verdict in verify(
-        _sized(model.shape), layouts_of(name, model), make=lambda: load(name), steps=2
+        _sized(model.shape),
+        layouts_of(name, model),
+        make=lambda: load(name),
+        steps=2,
     ):
         agree, count = agree + verdict.passed, count + 1
         if not verdict.passed:
-            print(name, verdict.layout, verdict.first_difference, file=sys.stderr)
+            print(
+                name, verdict.layout, verdict.first_difference, file=sys.stderr
+            )
     return agree, count
 
 
@@ -147,7 +152,9 @@ def written(page: str, trained: Mapping[str, str]) -> str:
             for n, (fits, text) in known.items()
             if fits
         ],
-        "refused": [row(n, text) for n, (fits, text) in known.items() if not fits],
+        "refused": [
+            row(n, text) for n, (fits, text) in known.items() if not fits
+        ],
     }
     for table, rows in lines.items():
         start, end = (

@@ -115,9 +115,13 @@ def _json(output: str) -> Any:
 def tests(output: str) -> Finding:
     counts = {
         word: int(n)
-        for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", output)
+        for n, word in re.findall(
+            r"(\d+) (passed|failed|skipped|error)", output
+        )
     }
-    text = ", ".join(f"{n} {word}" for word, n in counts.items()) or "no test ran"
+    text = (
+        ", ".join(f"{n} {word}" for word, n in counts.items()) or "no test ran"
+    )
     ran = {"passed", "skipped"} & {*counts}
     broken = {"failed", "error"} & {*counts}
     return Finding(text, bool(ran) and not broken)
@@ -125,7 +129,9 @@ def tests(output: str) -> Finding:
 
 def agreement(output: str) -> Finding:
     found = _json(output)
-    worst = max((one["max_rel_error"] or 0.0 for one in found["layouts"]), default=0.0)
+    worst = max(
+        (one["max_rel_error"] or 0.0 for one in found["layouts"]), default=0.0
+    )
     differ = [one["layout"] for one in found["layouts"] if not one["passed"]]
     text = f"{found['passed']} of {len(found['layouts'])} layouts agree, error at most {worst:.1e}"
     return Finding(
@@ -169,12 +175,12 @@ def run(folder: Path, goal: float) -> Callable[[str], Finding]:
             for line in (folder / "metrics.jsonl").read_text().splitlines()
         ]
         steps = [line for line in lines if line["event"] == "step"]
-        mfu = sorted(line["mfu"] for line in steps[len(steps) // 2 :])[len(steps) // 4]
+        mfu = sorted(line["mfu"] for line in steps[len(steps) // 2 :])[
+            len(steps) // 4
+        ]
         falls = steps[-1]["loss"] < steps[0]["loss"]
         peak = max(line["memory"] for line in steps)
-        text = (
-            f"MFU {mfu:.0%}, peak {peak / 2**30:.1f} GiB, loss {steps[0]['loss']:.2f}"
-        )
+        text = f"MFU {mfu:.0%}, peak {peak / 2**30:.1f} GiB, loss {steps[0]['loss']:.2f}"
         text += f" -> {steps[-1]['loss']:.2f}"
         for line in lines:
             if line["event"] == "memory":
@@ -183,7 +189,9 @@ def run(folder: Path, goal: float) -> Callable[[str], Finding]:
                     for rank in line["ranks"][:1]
                     for kind in ("promised", "measured")
                 ]
-                text += ", state {:.2f} GiB promised, {:.2f} held".format(*sums)
+                text += ", state {:.2f} GiB promised, {:.2f} held".format(
+                    *sums
+                )
                 break
         return Finding(text, falls and mfu >= goal)
 
@@ -197,7 +205,9 @@ def ran(output: str) -> Finding:
 # ---- the cases
 
 
-def cases(device: str, gpus: int, folder: Path, *, small: bool = False) -> list[Case]:
+def cases(
+    device: str, gpus: int, folder: Path, *, small: bool = False
+) -> list[Case]:
     """Return the cases for this device, the most valuable first, in sizes for a CPU if
     `small`."""
     made = _Cases(device, folder, small)
@@ -213,14 +223,22 @@ def cases(device: str, gpus: int, folder: Path, *, small: bool = False) -> list[
         first,
         # torchtitan's 8B on eight H100 reaches an MFU of 33 % eager and 39 % compiled
         # (arXiv 2410.06511).
-        made.training("four blocks of 8b, bf16", WIDE, "bf16", 0.40, limit=35.0),
         made.training(
-            "four blocks of 8b, compiled", WIDE, "bf16 compile", 0.45, limit=70.0
+            "four blocks of 8b, bf16", WIDE, "bf16", 0.40, limit=35.0
+        ),
+        made.training(
+            "four blocks of 8b, compiled",
+            WIDE,
+            "bf16 compile",
+            0.45,
+            limit=70.0,
         ),
         *others,
         made.verify("float64", THREADED, limit=40.0),
         made.verify("bfloat16", PACKED, "--packed", limit=35.0),
-        made.training("four blocks of 8b, fp8", WIDE, "fp8 compile", 0.45, limit=70.0),
+        made.training(
+            "four blocks of 8b, fp8", WIDE, "fp8 compile", 0.45, limit=70.0
+        ),
         made.training(
             "1b, offload:activations",
             "1b",
@@ -245,7 +263,9 @@ class _Cases:
 
     def device_tests(self) -> Case:
         words = (sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu")
-        return Case("device tests", words, tests, "all pass", 60.0, ("pytest",))
+        return Case(
+            "device tests", words, tests, "all pass", 60.0, ("pytest",)
+        )
 
     def verify(
         self,
@@ -268,11 +288,11 @@ class _Cases:
             *more,
         )
         ranks = f", {layouts.split(';')[0]} and others"
-        name = (
-            f"verify over {backend}, {dtype}{''.join(more).replace('--', ', ')}{ranks}"
-        )
+        name = f"verify over {backend}, {dtype}{''.join(more).replace('--', ', ')}{ranks}"
         goal = "all agree with one process"
-        return Case(name, self._phalanx(*words, "--json"), agreement, goal, limit)
+        return Case(
+            name, self._phalanx(*words, "--json"), agreement, goal, limit
+        )
 
     def shared_gpu(self) -> list[Case]:
         """NCCL with several ranks on one GPU: slow, but it shows that their calls
@@ -280,7 +300,12 @@ class _Cases:
         listed = [
             self.verify("float64", TWO_RANKS, backend="nccl", limit=45.0),
             self.verify(
-                "float64", "ep2", "--model", "experts", backend="nccl", limit=25.0
+                "float64",
+                "ep2",
+                "--model",
+                "experts",
+                backend="nccl",
+                limit=25.0,
             ),
             self.verify("float64", FOUR_RANKS, backend="nccl", limit=45.0),
         ]
@@ -290,13 +315,24 @@ class _Cases:
     def several_gpus(self, ranks: int) -> list[Case]:
         """NCCL with one GPU per rank."""
         n, half = ranks, ranks // 2
-        few = min(n, 4)  # limited by the heads, layers and tokens of the small model
-        over = f"dp{n}; dp{n} zero3; tp{few} seq; cp{few}; pp{few} 1f1b:{2 * few}"
-        both = f"dp{half} pp2 1f1b:4; dp{half}x2 zero3" if n > 2 else "dp2 zero1"
+        few = min(
+            n, 4
+        )  # limited by the heads, layers and tokens of the small model
+        over = (
+            f"dp{n}; dp{n} zero3; tp{few} seq; cp{few}; pp{few} 1f1b:{2 * few}"
+        )
+        both = (
+            f"dp{half} pp2 1f1b:4; dp{half}x2 zero3" if n > 2 else "dp2 zero1"
+        )
         return [
             self.verify("float64", over, backend="nccl", limit=45.0),
             self.verify(
-                "float64", f"ep{n}", "--model", "experts", backend="nccl", limit=25.0
+                "float64",
+                f"ep{n}",
+                "--model",
+                "experts",
+                backend="nccl",
+                limit=25.0,
             ),
             self.verify("float64", both, backend="nccl", limit=45.0),
         ]
@@ -312,19 +348,29 @@ class _Cases:
         )  # fmt: skip
         words = self._phalanx("train", *keys, "--ranks", "1")
         bound = "the loss falls" if self.small else f"MFU at least {goal:.0%}"
-        return Case(name, words, run(out, 0.0 if self.small else goal), bound, limit)
+        return Case(
+            name, words, run(out, 0.0 if self.small else goal), bound, limit
+        )
 
     def overlap(self) -> Case:
-        sizes = ("--size", "256", "--copy", "1M", "--limit", "3") if self.small else ()
+        sizes = (
+            ("--size", "256", "--copy", "1M", "--limit", "3")
+            if self.small
+            else ()
+        )
         words = self._phalanx(
             "bench", "overlap", *sizes, "--device", self.device, "--json"
         )
         goal = "it runs" if self.small else "more than half is hidden"
-        return Case("overlap", words, ran if self.small else overlaps, goal, 20.0)
+        return Case(
+            "overlap", words, ran if self.small else overlaps, goal, 20.0
+        )
 
     def products(self) -> Case:
         sizes = (
-            ("256", "--limit", "3") if self.small else ("2048:8192", "--limit", "10")
+            ("256", "--limit", "3")
+            if self.small
+            else ("2048:8192", "--limit", "10")
         )
         words = (
             "bench",
@@ -340,27 +386,45 @@ class _Cases:
         least = 0.0 if self.small else 0.70
         goal = f"bf16 HFU at least {least:.0%}"
         return Case(
-            "matrix products", self._phalanx(*words), products(least), goal, 20.0
+            "matrix products",
+            self._phalanx(*words),
+            products(least),
+            goal,
+            20.0,
         )
 
     def machine_file(self) -> Case:
         """Measuring the machine gets the remaining time."""
         file = str(self.folder / "machine.toml")
-        words = ("doctor", "--out", file, "--device", self.device, "--limit", "3")
+        words = (
+            "doctor",
+            "--out",
+            file,
+            "--device",
+            self.device,
+            "--limit",
+            "3",
+        )
         return Case("machine file", self._phalanx(*words), ran, limit=40.0)
 
 
 # ---- running them
 
 
-def perform(case: Case, environment: Mapping[str, str], left: float = LIMIT) -> Row:
+def perform(
+    case: Case, environment: Mapping[str, str], left: float = LIMIT
+) -> Row:
     """Run a case within its limit and the time left for all cases."""
     limit = min(case.limit, left)
     if limit < 1.0:
         return Row(case, "not run: the time of all cases is over", False, 0.0)
-    missing = [name for name in case.needs if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in case.needs if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        return Row(case, f"not run: no module {', '.join(missing)}", False, 0.0)
+        return Row(
+            case, f"not run: no module {', '.join(missing)}", False, 0.0
+        )
     start = time.monotonic()
     # To a file, so that a stopped case still shows its output.
     with tempfile.TemporaryFile("w+", errors="replace") as out:
@@ -382,7 +446,9 @@ def perform(case: Case, environment: Mapping[str, str], left: float = LIMIT) -> 
         out.seek(0)
         output = out.read()
     if process.returncode == -signal.SIGKILL and seconds >= limit:
-        return Row(case, f"stopped after {limit:.0f} s", False, seconds, output)
+        return Row(
+            case, f"stopped after {limit:.0f} s", False, seconds, output
+        )
     try:
         text, met = case.read(output)
     except (ValueError, KeyError, IndexError, OSError) as error:
@@ -390,7 +456,11 @@ def perform(case: Case, environment: Mapping[str, str], left: float = LIMIT) -> 
         return Row(case, text, False, seconds, output)
     if process.returncode:
         return Row(
-            case, f"exit code {process.returncode}; {text}", False, seconds, output
+            case,
+            f"exit code {process.returncode}; {text}",
+            False,
+            seconds,
+            output,
         )
     return Row(case, text, met, seconds, output)
 
@@ -416,8 +486,13 @@ def table(rows: Sequence[Row], about: Sequence[str]) -> str:
         )
     lines += ["", "## Commands", ""]
     for row in rows:
-        words = [f"{name}={value}" for name, value in row.case.environment.items()]
-        words += ["python", *(shlex.quote(word) for word in row.case.words[1:])]
+        words = [
+            f"{name}={value}" for name, value in row.case.environment.items()
+        ]
+        words += [
+            "python",
+            *(shlex.quote(word) for word in row.case.words[1:]),
+        ]
         lines.append(f"- {row.case.name}: `{' '.join(words)}`")
     for row in rows:
         if not row.met and row.last_lines:
@@ -462,7 +537,10 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--only", default="", metavar="WORD", help="cases whose name contains it"
+        "--only",
+        default="",
+        metavar="WORD",
+        help="cases whose name contains it",
     )
     parser.add_argument(
         "--limit", type=float, default=LIMIT, help="seconds for all cases"
@@ -482,7 +560,9 @@ def main() -> int:
     args = parser.parse_args()
     about, gpus = environment_of(args.device)
     if args.device == "cuda" and not gpus:
-        print("no GPU that torch can use; `--device cpu` shows that the commands work.")
+        print(
+            "no GPU that torch can use; `--device cpu` shows that the commands work."
+        )
         return 2
     folders = ("src", "torch-shm/src", "rank-watch/src")
     sources = [str(TREE / folder) for folder in folders]
@@ -497,7 +577,9 @@ def main() -> int:
     until = time.monotonic() + args.limit
     with tempfile.TemporaryDirectory() as folder:
         small = args.small or args.device == "cpu"
-        for case in cases(args.device, args.gpus or gpus, Path(folder), small=small):
+        for case in cases(
+            args.device, args.gpus or gpus, Path(folder), small=small
+        ):
             if args.only not in case.name:
                 continue
             if args.case_limit:

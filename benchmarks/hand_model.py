@@ -16,7 +16,9 @@ THETA = 10000.0
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.cat(
+        (first * cos - second * sin, second * cos + first * sin), -1
+    )
 
 
 class Attention(nn.Module):
@@ -35,7 +37,9 @@ class Attention(nn.Module):
             for linear in (self.wq, self.wk, self.wv)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
 
@@ -53,7 +57,9 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int) -> None:
+    def __init__(
+        self, hidden: int, heads: int, kv_heads: int, ffn: int
+    ) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(hidden, EPS)
         self.attn = Attention(hidden, heads, kv_heads)
@@ -84,7 +90,9 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = self.output(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
 
 
 class HandModel(nn.Module):
@@ -113,7 +121,9 @@ class HandModel(nn.Module):
         self.head = Head(hidden, vocab)
         size = hidden // heads
         frequency = THETA ** -(torch.arange(0, size, 2) / size)
-        angles = torch.outer(torch.arange(sequence), frequency)  # (time, size / 2)
+        angles = torch.outer(
+            torch.arange(sequence), frequency
+        )  # (time, size / 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 

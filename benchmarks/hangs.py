@@ -125,7 +125,9 @@ HEALTHY = (
 )
 
 
-def train_with(world: Any, run: Any, layout: str, fault: dict[str, Any]) -> Any:
+def train_with(
+    world: Any, run: Any, layout: str, fault: dict[str, Any]
+) -> Any:
     """Run `train` with a fault on one rank."""
     from phalanx.program import ops
     from phalanx.train import checkpoint, executor, loop, rank, validation
@@ -223,7 +225,12 @@ def one(fault: dict[str, Any]) -> int:
     more = {"backend": fault["backend"], "timeout": call_timeout(run)}
     try:
         launch(
-            train_with, ranks, run, fault["layout"], {**fault, "skips": skips}, **more
+            train_with,
+            ranks,
+            run,
+            fault["layout"],
+            {**fault, "skips": skips},
+            **more,
         )
     except RankFailed as error:
         print(error, file=sys.stderr)
@@ -314,7 +321,9 @@ def drawn(
     ]
     layout = draw.choice(LAYOUTS)
     if kind == "mismatch" and "dp" not in layout:
-        layout = LAYOUTS[0]  # every skipped operation there is a call to another rank
+        layout = LAYOUTS[
+            0
+        ]  # every skipped operation there is a call to another rank
     ranks = (
         4
         if layout.count("2") > 1
@@ -344,18 +353,27 @@ def main() -> int:
     parser.add_argument("--healthy", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", default="", help="only this kind")
-    parser.add_argument("--show", action="store_true", help="print every screen")
+    parser.add_argument(
+        "--show", action="store_true", help="print every screen"
+    )
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         return one(json.loads(args.one))
-    draw, counts, late = random.Random(args.seed), Counter[str](), list[float]()
+    draw, counts, late = (
+        random.Random(args.seed),
+        Counter[str](),
+        list[float](),
+    )
     for number in range(args.hangs + args.healthy):
         with tempfile.TemporaryDirectory(prefix="hangs-") as name:
             folder, healthy = Path(name), number >= args.hangs
             os.mkfifo(folder / "pipe")
             fault = drawn(
-                draw, number - args.hangs * healthy, healthy=healthy, folder=name
+                draw,
+                number - args.hangs * healthy,
+                healthy=healthy,
+                folder=name,
             )
             if args.kind and fault["kind"] != args.kind:
                 continue
@@ -365,7 +383,9 @@ def main() -> int:
             if healthy:
                 counts["healthy"] += 1
                 counts["healthy and ended"] += code != 0
-                print(f"healthy {who}: {'ENDED' if code else 'ok'}", flush=True)
+                print(
+                    f"healthy {who}: {'ENDED' if code else 'ok'}", flush=True
+                )
                 if code or args.show:
                     print(text)
                 continue

@@ -95,7 +95,11 @@ def soak(seconds: float, between: float, seed: int) -> None:
         out, mark = Path(name, "run"), f"TMPDIR={name}/temporary"
         Path(name, "temporary").mkdir()
         words = [sys.executable, "-c", CODE, *SOAKED, f"out={out}"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": f"{name}/temporary"}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": f"{name}/temporary",
+        }
         with Path(name, "log").open("ab") as log:
 
             def begin() -> subprocess.Popen[bytes]:
@@ -132,7 +136,11 @@ def soak(seconds: float, between: float, seed: int) -> None:
                 )
                 if fault == "command killed":
                     victims = [process.pid]
-                sent = signal.SIGSTOP if fault == "rank stopped" else signal.SIGKILL
+                sent = (
+                    signal.SIGSTOP
+                    if fault == "rank stopped"
+                    else signal.SIGKILL
+                )
                 for victim in filter(None, victims):
                     with suppress(ProcessLookupError):
                         os.kill(victim, sent)
@@ -141,7 +149,9 @@ def soak(seconds: float, between: float, seed: int) -> None:
             process.send_signal(signal.SIGTERM)
             code = process.wait(timeout=120)
         time.sleep(1)
-        took = {int(r["step"]): float(r["seconds"]) for r in records(out, "step")}
+        took = {
+            int(r["step"]): float(r["seconds"]) for r in records(out, "step")
+        }
         starts = len(records(out, "start"))
         effective = sum(took.values()) / (ended - begun)
         print(
@@ -155,14 +165,17 @@ def soak(seconds: float, between: float, seed: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first course of ten kills"
     )
     parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--between", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument(
+        "--between", type=float, default=60.0, metavar="SECONDS"
+    )
     args = parser.parse_args()
     if args.soak:
         soak(args.soak, args.between, args.seed)

@@ -37,7 +37,8 @@ WAYS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--words", type=int, default=1 << 17)

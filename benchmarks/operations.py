@@ -73,7 +73,9 @@ def nothing_computed(rank: Rank, own: Any) -> Iterator[None]:
         return Work()
 
     names = ("forward", "backward", "seed")
-    with mock.patch.multiple(pieces.Piece, **{name: noted(name) for name in names}):
+    with mock.patch.multiple(
+        pieces.Piece, **{name: noted(name) for name in names}
+    ):
         rank.part.trainer.step(own, 0.0)
     norms = torch.ones(1)
 
@@ -84,7 +86,9 @@ def nothing_computed(rank: Rank, own: Any) -> Iterator[None]:
         return norms
 
     with (
-        mock.patch.multiple(pieces.Piece, **{name: given(name) for name in names}),
+        mock.patch.multiple(
+            pieces.Piece, **{name: given(name) for name in names}
+        ),
         mock.patch.object(data.Unit, "reduce", reduced),
         mock.patch.object(data.PlainUnit, "reduce", reduced),
         mock.patch.object(optimizer.Update, "__call__", no_update),
@@ -95,7 +99,8 @@ def nothing_computed(rank: Rank, own: Any) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--layout", default="fp32")
     parser.add_argument("--rounds", type=int, default=60)
@@ -126,7 +131,10 @@ def main() -> None:
             float(total)
 
         def called() -> None:
-            trainer, ordered = rank.part.trainer, list(rank.part.local.pieces.values())
+            trainer, ordered = (
+                rank.part.trainer,
+                list(rank.part.local.pieces.values()),
+            )
             count, bundle = executor.count_valid(own[0]).double().view(1), {}
             for piece in ordered:
                 bundle = piece.forward(0, bundle, own[0], keep=True)
@@ -136,7 +144,10 @@ def main() -> None:
             for unit in rank.part.local.units.values():
                 unit.reduce().wait()
             norms = torch.cat(
-                [executor._norms(unit) for unit in rank.part.local.units.values()]
+                [
+                    executor._norms(unit)
+                    for unit in rank.part.local.units.values()
+                ]
             )
             norm = norms.double().square_().sum().sqrt().view(1)
             for update in trainer.updates.values():
@@ -184,7 +195,10 @@ def main() -> None:
                 times[name].append(turn(one))
             with nothing_computed(rank, own):
                 times["list"].append(turn(step))
-    low = {name: statistics.quantiles(each, n=10)[0] for name, each in times.items()}
+    low = {
+        name: statistics.quantiles(each, n=10)[0]
+        for name, each in times.items()
+    }
     # Differences between neighbouring turns.
     pairs = {"step, more than loop": "loop", "of it the executor": "pieces"}
     low |= {

@@ -37,7 +37,9 @@ def main() -> None:
 def tell(name: str, found: SoftwareProfile) -> None:
     print(f"[{name}]")
     print(
-        "\n".join(f"{number} = {getattr(found, number):g}" for number in FITTED),
+        "\n".join(
+            f"{number} = {getattr(found, number):g}" for number in FITTED
+        ),
         flush=True,
     )
 

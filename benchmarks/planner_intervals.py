@@ -37,7 +37,9 @@ from phalanx.plan.table import read_table
 
 RUNS = Path(__file__).parent / "published" / "intervals.csv"
 SCORED = Path(__file__).parent / "published" / "scored.csv"
-WIDTHS = Path(__file__).parents[1] / "src" / "phalanx" / "plan" / "intervals.toml"
+WIDTHS = (
+    Path(__file__).parents[1] / "src" / "phalanx" / "plan" / "intervals.toml"
+)
 UNKNOWN = "unknown"  # stands for the software in a group's name
 _ROWS = 40  # per group
 OLD = (0.86, 1.14)  # the fixed range of earlier versions
@@ -53,7 +55,9 @@ _HELD = 0.02  # strength of the prior
 # Widths that cover 80 % of the runs they were fitted on cover fewer of a held-out
 # family. The fit therefore aims at 88 %, chosen by the coverage of held-out families.
 _MISSED = 0.12
-_UNKNOWN_WEIGHT = 0.3  # of a group whose software is known but treated as unknown
+_UNKNOWN_WEIGHT = (
+    0.3  # of a group whose software is known but treated as unknown
+)
 _FAR = 0.3  # a run further outside, as a logarithm, pulls no harder
 _SMOOTH = 0.01
 _MOVES, _STEP = 900, 0.02
@@ -87,13 +91,18 @@ class Run:
 def collected(tables: Sequence[str]) -> Iterator[Run]:
     """Yield the runs of tables, with their software as named and with it unknown."""
     with open(SCORED, newline="", encoding="utf-8") as file:
-        held = {(x["family"], x["run"]): float(x["held"]) for x in csv.DictReader(file)}
+        held = {
+            (x["family"], x["run"]): float(x["held"])
+            for x in csv.DictReader(file)
+        }
     for path in tables:
         for chosen in (None, profile("default")):
             groups: dict[str, list[PublishedRun]] = defaultdict(list)
             rows = read_table(path, chosen)
             named = (
-                {row.line: row.profile for row in read_table(path)} if chosen else {}
+                {row.line: row.profile for row in read_table(path)}
+                if chosen
+                else {}
             )
             wanted = [
                 row
@@ -129,20 +138,31 @@ def _run(
         choice = predict(run, row.profile)
     except (ValueError, PredictionError):
         return None
-    step = held.get((row.family, row.name), 0.0) if row.device in known else 0.0
+    step = (
+        held.get((row.family, row.name), 0.0) if row.device in known else 0.0
+    )
     found = amounts(run.run.case, run.hardware, row.profile, choice.parts)
     strengths = tuple(found.get(cause, 0.0) for cause in CAUSES)
-    return Run(row.family, group, row.name, row.step, step or choice.step, strengths)
+    return Run(
+        row.family, group, row.name, row.step, step or choice.step, strengths
+    )
 
 
 def write_runs(runs: Sequence[Run]) -> None:
     with open(RUNS, "w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(("family", "group", "run", "measured", "predicted", *CAUSES))
+        lines.writerow(
+            ("family", "group", "run", "measured", "predicted", *CAUSES)
+        )
         for run in runs:
             numbers = (run.measured, run.predicted, *run.amounts)
             lines.writerow(
-                (run.family, run.group, run.name, *(f"{x:.4g}" for x in numbers))
+                (
+                    run.family,
+                    run.group,
+                    run.name,
+                    *(f"{x:.4g}" for x in numbers),
+                )
             )
 
 
@@ -168,7 +188,9 @@ def fitted(runs: Sequence[Run]) -> Floats:
     """
     squares = np.array([run.amounts for run in runs]) ** 2  # (runs, causes)
     off, weight = np.array([run.off for run in runs]), _weights(runs)
-    start = np.log(np.array([_USUAL[cause] for cause in CAUSES]).T)  # (2, causes)
+    start = np.log(
+        np.array([_USUAL[cause] for cause in CAUSES]).T
+    )  # (2, causes)
     at, mean, spread = start.copy(), np.zeros_like(start), np.zeros_like(start)
     for move in range(1, _MOVES + 1):
         width = np.exp(at)
@@ -225,12 +247,18 @@ def covered(runs: Sequence[Run], width: Floats) -> tuple[float, float, float]:
     off = np.array([run.off for run in runs])
     below, above = reaches(runs, width)
     inside = np.mean((off >= -below) & (off <= above))
-    return float(inside), float(np.mean(np.exp(-below))), float(np.mean(np.exp(above)))
+    return (
+        float(inside),
+        float(np.mean(np.exp(-below))),
+        float(np.mean(np.exp(above))),
+    )
 
 
 def old_covered(runs: Sequence[Run]) -> float:
     """Return the share of runs inside the fixed range of earlier versions."""
-    return fmean(OLD[0] <= run.measured / run.predicted <= OLD[1] for run in runs)
+    return fmean(
+        OLD[0] <= run.measured / run.predicted <= OLD[1] for run in runs
+    )
 
 
 @dataclass(frozen=True)
@@ -252,13 +280,17 @@ def coverage(runs: Sequence[Run]) -> list[Coverage]:
     everything, found = fitted(runs), list[Coverage]()
     for family in dict.fromkeys(run.family for run in runs):
         without = fitted([run for run in runs if run.family != family])
-        groups = dict.fromkeys(run.group for run in runs if run.family == family)
+        groups = dict.fromkeys(
+            run.group for run in runs if run.family == family
+        )
         for group in groups:
             own = [run for run in runs if run.group == group]
             held, low, high = covered(own, without)
             inside, *_ = covered(own, everything)
             found.append(
-                Coverage(group, len(own), old_covered(own), inside, held, low, high)
+                Coverage(
+                    group, len(own), old_covered(own), inside, held, low, high
+                )
             )
     return found
 
@@ -269,7 +301,8 @@ def coverage(runs: Sequence[Run]) -> list[Coverage]:
 def toml_text(width: Floats, found: Sequence[Coverage]) -> str:
     """Return the text of `intervals.toml`."""
     named, unknown = (
-        [x.held for x in found if x.group.endswith(UNKNOWN) == u] for u in (False, True)
+        [x.held for x in found if x.group.endswith(UNKNOWN) == u]
+        for u in (False, True)
     )
     lines = [
         "# Widths of the range of a step, as logarithms, by cause: benchmarks/planner_intervals.py --write.",
@@ -306,12 +339,24 @@ def coverage_text(found: Sequence[Coverage]) -> str:
             )
             for x in sorted(own, key=lambda x: x.group)
         ]  # fmt: skip
-        mean = [f"{100 * fmean(getattr(x, name) for x in own):.0f}" for name in _SHARES]
+        mean = [
+            f"{100 * fmean(getattr(x, name) for x in own):.0f}"
+            for name in _SHARES
+        ]
         ends = f"{fmean(x.low for x in own):.2f} to {fmean(x.high for x in own):.2f}"
         rows.append(("mean of groups", sum(x.runs for x in own), *mean, ends))
-        enough = [f"{sum(getattr(x, name) >= 0.6 for x in own)}" for name in _SHARES]
+        enough = [
+            f"{sum(getattr(x, name) >= 0.6 for x in own)}" for name in _SHARES
+        ]
         rows.append((f"of {len(own)} groups 60 or more", "", *enough, ""))
-        head = ("group", "runs", "+-14 %", "fitted", "left out", "range, left out")
+        head = (
+            "group",
+            "runs",
+            "+-14 %",
+            "fitted",
+            "left out",
+            "range, left out",
+        )
         parts.append(f"{title}\n\n{text_table(head, rows, left='lrrrrr')}")
     return "\n".join(parts)
 

@@ -92,7 +92,9 @@ def layouts(shape: Shape, ranks: int) -> list[Layout]:
     found = []
     for mesh in meshes(ranks):
         split = "dp" in mesh or "cp" in mesh
-        schedules = ("1f1b:4", "gpipe:4") if "pp" in mesh else ("accum:1", "accum:2")
+        schedules = (
+            ("1f1b:4", "gpipe:4") if "pp" in mesh else ("accum:1", "accum:2")
+        )
         choices = itertools.product(
             enumerate((0, 1, 3) if split else (0,)),
             enumerate(schedules),
@@ -132,7 +134,9 @@ def steps_of(
     )
     performer = Executor(held, program, world.rank, AdamW())
     batch = batch_of(shape, 0, dtype=torch.float32)
-    own = microbatches(batch, layout, held.coordinates["dp"], held.coordinates["cp"])
+    own = microbatches(
+        batch, layout, held.coordinates["dp"], held.coordinates["cp"]
+    )
     times = []
     for step in range(WARM + count):
         dist.barrier()
@@ -213,7 +217,9 @@ def table(title: str, rows: Sequence[dict[str, object]]) -> str:
 def measure_machine(path: Path, most: int) -> Machine:
     asked = Thoroughness(limit=60.0, ranks=most, backend="gloo")
     machine = bench.measure_machine(
-        local_device("cpu"), asked, lambda line: print(f"measuring {line}", flush=True)
+        local_device("cpu"),
+        asked,
+        lambda line: print(f"measuring {line}", flush=True),
     )
     path.write_text(machine.text(), encoding="utf-8")
     return machine
@@ -224,11 +230,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--machine", type=Path, default=None, help="what `phalanx doctor --out` wrote")
+    add(
+        "--machine",
+        type=Path,
+        default=None,
+        help="what `phalanx doctor --out` wrote",
+    )
     add("--models", nargs="+", default=list(MODELS), choices=MODELS)
     add("--ranks", nargs="+", type=int, default=[2, 4])
     add("--rounds", type=int, default=2)
-    add("--steps", type=int, default=4, help="timed steps of a layout in each round")
+    add(
+        "--steps",
+        type=int,
+        default=4,
+        help="timed steps of a layout in each round",
+    )
     add("--calibrate", action="store_true")
     add(
         "--times",
@@ -258,7 +274,10 @@ def main() -> None:
         runs = [Measured(str(x), case_of(shape, x)) for x in asked]
         # Predicted before anything runs; later only the measured times are added.
         priced = costed(
-            runs, hardware, partial(cached_costs, target="cpu"), local_profile("fp32")
+            runs,
+            hardware,
+            partial(cached_costs, target="cpu"),
+            local_profile("fp32"),
         )
         if key not in known:
             known[key] = campaign(shape, ranks, asked, said.rounds, said.steps)
@@ -279,9 +298,14 @@ def rounds_agree(times: Sequence[Sequence[float]]) -> float:
     return tau([min(x[:half]) for x in times], [min(x[half:]) for x in times])
 
 
-def timed(runs: Sequence[CostedRun], seconds: dict[str, float]) -> list[CostedRun]:
+def timed(
+    runs: Sequence[CostedRun], seconds: dict[str, float]
+) -> list[CostedRun]:
     """Return the runs with these measured times."""
-    return [replace(x, run=replace(x.run, seconds=seconds[x.run.name])) for x in runs]
+    return [
+        replace(x, run=replace(x.run, seconds=seconds[x.run.name]))
+        for x in runs
+    ]
 
 
 def report(
@@ -290,32 +314,57 @@ def report(
 ) -> None:  # fmt: skip
     print(
         "\n"
-        + table("As it comes", [scored(key, g, profile) for key, g in groups.items()])
+        + table(
+            "As it comes",
+            [scored(key, g, profile) for key, g in groups.items()],
+        )
     )
     medians = {
-        key: timed(g, {name: statistics.median(x) for name, x in known[key].items()})
+        key: timed(
+            g, {name: statistics.median(x) for name, x in known[key].items()}
+        )
         for key, g in groups.items()
     }
     print(
         "\n"
-        + table("By medians", [scored(key, g, profile) for key, g in medians.items()])
+        + table(
+            "By medians",
+            [scored(key, g, profile) for key, g in medians.items()],
+        )
     )
-    agree = (f"{key} {rounds_agree(list(known[key].values())):.2f}" for key in groups)
-    print(f"\ntau of the first half of the steps and the second: {'; '.join(agree)}")
+    agree = (
+        f"{key} {rounds_agree(list(known[key].values())):.2f}"
+        for key in groups
+    )
+    print(
+        f"\ntau of the first half of the steps and the second: {'; '.join(agree)}"
+    )
     if said.calibrate:
-        own = [run for g in groups.values() for run in g if teaches(run.run.name)]
+        own = [
+            run for g in groups.values() for run in g if teaches(run.run.name)
+        ]
         profile = calibrated(profile, own)(None)
         rest = [
-            scored(key, [run for run in g if not teaches(run.run.name)], profile)
+            scored(
+                key, [run for run in g if not teaches(run.run.name)], profile
+            )
             for key, g in groups.items()
         ]
-        numbers = ", ".join(f"{name} {getattr(profile, name):g}" for name in NUMBERS)
-        print("\n" + table("The half that did not calibrate", rest) + f"\n\n{numbers}")
+        numbers = ", ".join(
+            f"{name} {getattr(profile, name):g}" for name in NUMBERS
+        )
+        print(
+            "\n"
+            + table("The half that did not calibrate", rest)
+            + f"\n\n{numbers}"
+        )
     for key, g in groups.items() if said.all else ():
         print(f"\n{key}")
         for run in sorted(g, key=lambda run: run.measured):
             found = run.choice(profile)
-            parts = "  ".join(f"{n} {1e3 * x:.0f}" for n, x in found.parts.items())
+            parts = "  ".join(
+                f"{n} {1e3 * x:.0f}" for n, x in found.parts.items()
+            )
             print(
                 f"{1e3 * run.measured:7.0f} {1e3 * found.step:7.0f}  {run.run.name}  {parts}"
             )

@@ -32,11 +32,17 @@ def run(argv: Sequence[str]) -> int:
     parser = ArgumentParser("planner_score.py")
     parser.add_argument("tables", nargs="+", metavar="TABLE.csv")
     parser.add_argument(
-        "--only", metavar="FAMILY,...", help="score these, held out of all tables"
+        "--only",
+        metavar="FAMILY,...",
+        help="score these, held out of all tables",
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     parser.add_argument(
-        "--out", metavar="FILE.csv", help="what was measured and predicted of each run"
+        "--jobs", type=int, default=1, metavar="N", help="processes"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE.csv",
+        help="what was measured and predicted of each run",
     )
     args = parser.parse_args(argv)
     rows = [row for path in args.tables for row in read_table(path)]
@@ -53,8 +59,12 @@ def run(argv: Sequence[str]) -> int:
         for family in only:
             mine = [n for n, row in enumerate(rows) if row.family == family]
             runs = [run for run in published if run.row.family == family]
-            why = {mine.index(n): why for n, why in refused.items() if n in mine}
-            scores += score(runs, why, [rows[n] for n in mine], held=held, each=each)
+            why = {
+                mine.index(n): why for n, why in refused.items() if n in mine
+            }
+            scores += score(
+                runs, why, [rows[n] for n in mine], held=held, each=each
+            )
             if args.out:  # after each family, because this takes long
                 _write(args.out, scores)
     print(score_text(scores))

@@ -50,7 +50,9 @@ def processor_seconds(source: Path, words: list[str], cache: str) -> float:
     }
     command = [sys.executable, "-m", "phalanx", *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True
+    )
     if ended.returncode:
         raise SystemExit(f"{' '.join(words)}: {ended.stderr[-800:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -61,7 +63,8 @@ def processor_seconds(source: Path, words: list[str], cache: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--beside", type=Path, metavar="SRC")
@@ -83,7 +86,9 @@ def main() -> None:
                     cold[who].append(processor_seconds(source, words, cache))
                     warm[who].append(processor_seconds(source, words, cache))
         for who in sources:
-            print(f"| {name} | {who} | {_cell(cold[who])} | {_cell(warm[who])} |")
+            print(
+                f"| {name} | {who} | {_cell(cold[who])} | {_cell(warm[who])} |"
+            )
 
 
 def _cell(seconds: list[float]) -> str:

@@ -62,11 +62,16 @@ def quartiles(values: list[float]) -> str:
 def compare_bytes(folder: Path, rounds: int, before: str) -> None:
     files = written(folder, 24_000_000)
     archive = subprocess.run(
-        ["git", "archive", before, "src"], cwd=ROOT, capture_output=True, check=True
+        ["git", "archive", before, "src"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
     )
     (folder / "before").mkdir()
     subprocess.run(
-        ["tar", "-x", "-C", folder / "before"], input=archive.stdout, check=True
+        ["tar", "-x", "-C", folder / "before"],
+        input=archive.stdout,
+        check=True,
     )
     sources = {"before": folder / "before" / "src", "now": ROOT / "src"}
     print(
@@ -87,9 +92,14 @@ def compare_bytes(folder: Path, rounds: int, before: str) -> None:
                     env=environment, capture_output=True, text=True, check=True,
                 )  # fmt: skip
                 seconds[name].append(float(done.stdout))
-        speeds = [f"{24 / statistics.median(each):.0f}" for each in seconds.values()]
+        speeds = [
+            f"{24 / statistics.median(each):.0f}" for each in seconds.values()
+        ]
         ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
-        print(f"| .{kind} | {' | '.join(speeds)} | {quartiles(ratios)} |", flush=True)
+        print(
+            f"| .{kind} | {' | '.join(speeds)} | {quartiles(ratios)} |",
+            flush=True,
+        )
 
 
 def compare_tokenizer(folder: Path, rounds: int) -> None:
@@ -100,20 +110,29 @@ def compare_tokenizer(folder: Path, rounds: int) -> None:
 
     files = written(folder, 8_000_000)
     texts = [
-        json.loads(line)["text"] for line in files["jsonl"].read_text().splitlines()
+        json.loads(line)["text"]
+        for line in files["jsonl"].read_text().splitlines()
     ]
     words = tokenizers.Tokenizer(tokenizers.models.BPE())
-    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=4000, show_progress=False)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=4000, show_progress=False
+    )
     words.train_from_iterator(texts[::16], trainer)
     words.save(str(folder / "tokenizer.json"))
     vocabulary = open_vocabulary(folder / "tokenizer.json")
 
     def alone() -> None:
         for n in range(0, len(texts), 1000):
-            words.encode_batch_fast(texts[n : n + 1000], add_special_tokens=False)
+            words.encode_batch_fast(
+                texts[n : n + 1000], add_special_tokens=False
+            )
 
-    print("| 8 MB of text | MB/s of a core | of tokenizers alone, median (quartiles) |")
+    print(
+        "| 8 MB of text | MB/s of a core | of tokenizers alone, median (quartiles) |"
+    )
     print("|---|--:|--:|")
     spent: dict[str, list[float]] = {"tokenizers alone": []}
     for n in range(rounds):
@@ -123,10 +142,13 @@ def compare_tokenizer(folder: Path, rounds: int) -> None:
         for kind, file in files.items():
             begun = time.process_time()
             prepare(file, folder / f"{kind}-{n}", vocabulary, share=0.05)
-            spent.setdefault(f"prepare .{kind}", []).append(time.process_time() - begun)
+            spent.setdefault(f"prepare .{kind}", []).append(
+                time.process_time() - begun
+            )
     for name, seconds in spent.items():
         ratios = [
-            a / b for a, b in zip(spent["tokenizers alone"], seconds, strict=True)
+            a / b
+            for a, b in zip(spent["tokenizers alone"], seconds, strict=True)
         ]
         print(
             f"| {name} | {8 / statistics.median(seconds):.1f} | {quartiles(ratios)} |"

@@ -30,7 +30,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import (
+    clip_grad_norm_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
 
 import torch_shm
 from hand_model import HandModel
@@ -68,8 +72,14 @@ class Plain:
             self.compile()
         weights = list(self.weights())
         self.groups: list[dict[str, Any]] = [
-            {"params": [w for w in weights if w.dim() > 1], "weight_decay": 0.1},
-            {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+            {
+                "params": [w for w in weights if w.dim() > 1],
+                "weight_decay": 0.1,
+            },
+            {
+                "params": [w for w in weights if w.dim() < 2],
+                "weight_decay": 0.0,
+            },
         ]
         self.optimizer = torch.optim.AdamW(
             self.groups, lr=3e-4, betas=(0.9, 0.95), fused=True
@@ -114,7 +124,9 @@ class Plain:
         for part in range(self.accum):
             with self.around(last=part == self.accum - 1):
                 loss = (
-                    self.loss({n: x.chunk(self.accum)[part] for n, x in mine.items()})
+                    self.loss(
+                        {n: x.chunk(self.accum)[part] for n, x in mine.items()}
+                    )
                     / valid
                 )
                 loss.backward()
@@ -151,7 +163,9 @@ class Ddp(Plain):
 
     def wrap(self) -> None:
         dist.init_process_group("gloo")
-        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.ddp = DistributedDataParallel(
+            self.model, gradient_as_bucket_view=True
+        )
 
     def loss(self, own: dict[str, Tensor]) -> Tensor:
         loss: Tensor = self.ddp(
@@ -219,8 +233,13 @@ class Dtensor(Plain):
         mesh = self.mesh()
         columns = ("attn.wq", "attn.wk", "attn.wv", "mlp.gate", "mlp.up")
         for block in self.model.layers:
-            plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
-            plan |= {"attn.wo": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+            plan: dict[str, Any] = {
+                name: ColwiseParallel() for name in columns
+            }
+            plan |= {
+                "attn.wo": RowwiseParallel(),
+                "mlp.down": RowwiseParallel(),
+            }
             parallelize_module(block, mesh, plan)
         ends: dict[str, Any] = {
             "embed.tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -311,11 +330,16 @@ class GPipe(Plain):
         )
 
     def weights(self) -> Any:
-        return [weight for stage in self.stages for weight in stage.parameters()]
+        return [
+            weight for stage in self.stages for weight in stage.parameters()
+        ]
 
     def of(self, logits: Tensor, targets: Tensor) -> Tensor:
         flat = logits.flatten(0, 1)
-        return F.cross_entropy(flat, targets.flatten(), reduction="sum") / self.valid
+        return (
+            F.cross_entropy(flat, targets.flatten(), reduction="sum")
+            / self.valid
+        )
 
     def gradients(self, mine: dict[str, Tensor], valid: Tensor) -> Tensor:
         self.valid = valid

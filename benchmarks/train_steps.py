@@ -113,7 +113,9 @@ def look_at_travels() -> None:
     def step(self: Any, *args: Any) -> Any:
         result = real(self, *args)
         kinds = (*ops.EXCHANGES, *ops.COMPUTES)
-        spans = tuple(span for span in result.timeline.spans if span.op.kind in kinds)
+        spans = tuple(
+            span for span in result.timeline.spans if span.op.kind in kinds
+        )
         ways = tuple(span for span in spans if span.op.kind in ops.EXCHANGES)
         # Without any computation, all of their time is exposed.
         TRAVELS[:] = (
@@ -140,8 +142,13 @@ class Gate:
         self.begun, self.worked = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
-        took = time.perf_counter() - self.begun, time.process_time() - self.worked
-        self.line.sendall(json.dumps([*took, *TRAVELS]).encode().ljust(MESSAGE))
+        took = (
+            time.perf_counter() - self.begun,
+            time.process_time() - self.worked,
+        )
+        self.line.sendall(
+            json.dumps([*took, *TRAVELS]).encode().ljust(MESSAGE)
+        )
 
 
 class Counted:
@@ -204,7 +211,9 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
     whole = args.set_ in ("tensor", "pipeline")
     ranks = 1 if whole or args.set_ == "one" or name in ALONE else args.ranks
     rows = ROWS * args.accum * ranks
-    sizes = ",".join(f"{name}={value}" for name, value in SIZES[args.size].items())
+    sizes = ",".join(
+        f"{name}={value}" for name, value in SIZES[args.size].items()
+    )
     model = f"model={{name='{args.size}',{sizes},sequence={SEQUENCE},batch={rows}}}"
     keys = [model, os.environ["STEPS_MASKS"]]
     if name == "phalanx":
@@ -221,11 +230,16 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
             layout[-1] += f":{args.accum}"
         elif args.accum > 1:
             layout.append(f"accum:{args.accum}")
-        keys += ["steps=1000000", f"out={args.out}/run", "validation.batches=0"]
+        keys += [
+            "steps=1000000",
+            f"out={args.out}/run",
+            "validation.batches=0",
+        ]
         if args.set_ == "experts":
             look_at_travels()
         phalanx(
-            ["train", *keys, *options, "--layout", " ".join(layout) or "fp32"], gate_of
+            ["train", *keys, *options, "--layout", " ".join(layout) or "fp32"],
+            gate_of,
         )
         return
     gate = gate_of(int(os.environ["RANK"]))
@@ -233,7 +247,11 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
 
     compiled = "compile" in words
     loop = LOOPS[name](
-        SIZES[args.size], keys, int(os.environ["RANK"]), args.accum, compiled=compiled
+        SIZES[args.size],
+        keys,
+        int(os.environ["RANK"]),
+        args.accum,
+        compiled=compiled,
     )
     while True:
         gate.begin()
@@ -259,8 +277,16 @@ class Contender:
         self.server.listen()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
-        own = {"PYTHONPATH": str(source), "STEPS_SOCKET": path, "STEPS_MASKS": masks}
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        own = {
+            "PYTHONPATH": str(source),
+            "STEPS_SOCKET": path,
+            "STEPS_MASKS": masks,
+        }
+        own |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
         command = [
             sys.executable,
             __file__,
@@ -310,8 +336,12 @@ class Contender:
         for line in self.lines:
             line.sendall(b"1")
         took = [json.loads(line.recv(MESSAGE)) for line in self.lines]
-        self.travels += [(on_the_way, exposed) for *_, on_the_way, exposed in took]
-        return max(wall for wall, *_ in took), sum(worked for _, worked, *_ in took)
+        self.travels += [
+            (on_the_way, exposed) for *_, on_the_way, exposed in took
+        ]
+        return max(wall for wall, *_ in took), sum(
+            worked for _, worked, *_ in took
+        )
 
     def close(self) -> None:
         for process in self.processes:
@@ -335,7 +365,8 @@ def contenders(
         for each in made:
             if any(process.poll() is not None for process in each.processes):
                 print(
-                    f"--- {each.name}\n{each.log.read_text()[-2000:]}", file=sys.stderr
+                    f"--- {each.name}\n{each.log.read_text()[-2000:]}",
+                    file=sys.stderr,
                 )
         raise
     finally:
@@ -375,7 +406,9 @@ def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
         for _ in range(args.rounds):
             for one in every:
                 turn = [one.step() for _ in range(args.steps)]
-                rounds[one.name].append(statistics.median(wall for wall, _ in turn))
+                rounds[one.name].append(
+                    statistics.median(wall for wall, _ in turn)
+                )
                 worked[one.name] += [cpu for _, cpu in turn]
     base = args.base or next(iter(rounds))
     print(
@@ -392,7 +425,8 @@ def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
     for one in every:
         if any(on_the_way for on_the_way, _ in one.travels):
             ways, exposed = (
-                statistics.median(x) * 1e3 for x in zip(*one.travels, strict=True)
+                statistics.median(x) * 1e3
+                for x in zip(*one.travels, strict=True)
             )
             shares = [1 - b / a for a, b in one.travels if a]
             print(
@@ -403,7 +437,8 @@ def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("set", choices=SETS, nargs="?", default="one")
     parser.add_argument("--size", choices=SIZES, default="5m")
@@ -414,7 +449,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="of each turn")
     parser.add_argument(
-        "--only", nargs="+", default=(), metavar="PATTERN", help="those it matches"
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="PATTERN",
+        help="those it matches",
     )
     parser.add_argument("--base", help="the contender that ratios are to")
     parser.add_argument(
@@ -429,12 +468,19 @@ def main() -> None:
         help="its key for no document masks",
     )
     parser.add_argument(
-        "--beside-backend", default="--backend", help="its option for the backend"
+        "--beside-backend",
+        default="--backend",
+        help="its option for the backend",
     )
     for hidden in ("--as", "--set", "--out"):
-        parser.add_argument(hidden, dest=f"{hidden[2:]}_", help=argparse.SUPPRESS)
+        parser.add_argument(
+            hidden, dest=f"{hidden[2:]}_", help=argparse.SUPPRESS
+        )
     args = parser.parse_args()
-    args.out, args.accum = args.out_, args.accum or (8 if args.set == "pipeline" else 1)
+    args.out, args.accum = (
+        args.out_,
+        args.accum or (8 if args.set == "pipeline" else 1),
+    )
     if args.as_:
         run_contender(args.as_, args)
         return
@@ -454,7 +500,10 @@ def main() -> None:
             if name in always or any(re.search(pattern, name) for pattern in args.only)
         }  # fmt: skip
     load = os.getloadavg()[0]
-    print(f"{args.set}, {args.size}, accum {args.accum}, load {load:.1f}\n", flush=True)
+    print(
+        f"{args.set}, {args.size}, accum {args.accum}, load {load:.1f}\n",
+        flush=True,
+    )
     measured(kinds, args) if args.memory else timed(kinds, args)
 
 

@@ -23,7 +23,9 @@ def masked(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     mask = mask.masked_fill_((apart >= 0) & (apart < window), 0.0)
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(
+        1, 2
+    )
 
 
 def strips(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -47,7 +49,9 @@ def main() -> None:
                     time.process_time() - began
                 )
         all_pairs, own = (statistics.median(each) for each in spent.values())
-        times = f"{1e3 * all_pairs:.0f} | {1e3 * own:.0f} | {own / all_pairs:.2f}"
+        times = (
+            f"{1e3 * all_pairs:.0f} | {1e3 * own:.0f} | {own / all_pairs:.2f}"
+        )
         print(f"| {length:,}, {window} | {times} |")
 
 

@@ -67,7 +67,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--costs", type=Path, help="formulas that are there already")
+    parser.add_argument(
+        "--costs", type=Path, help="formulas that are there already"
+    )
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,9 @@ def main() -> None:
     lecture(out / "lab.html")
     verification_wall(out)
     playground(out, args.costs or formulas(out))
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    size = sum(
+        path.stat().st_size for path in out.rglob("*") if path.is_file()
+    )
     print(f"{out}/index.html: {size / 1e6:.1f} MB in all")
 
 
@@ -93,7 +97,9 @@ def formulas(out: Path) -> Path:
     made = out.parent / f"costs-{digest}.json"
     if not made.exists():
         print("costs of pieces: five minutes on two cores, once")
-        subprocess.run([sys.executable, HERE / "formulas.py", made], check=True)
+        subprocess.run(
+            [sys.executable, HERE / "formulas.py", made], check=True
+        )
     return made
 
 
@@ -112,10 +118,18 @@ def playground(out: Path, costs: Path) -> None:
         (scripts / f"{name}.js").write_text(
             f'(self.FILES ??= {{}})["{name}"] = "{text}";\n'
         )
-    loaded = "".join(f'<script src="files/{name}.js"></script>\n' for name in files)
+    loaded = "".join(
+        f'<script src="files/{name}.js"></script>\n' for name in files
+    )
     style = f"<style>\n{(HERE / 'playground.css').read_text()}</style>"
     script = f"<script>\n{(HERE / 'playground.js').read_text()}</script>"
-    body = (style, navigation(), (HERE / "playground.html").read_text(), loaded, script)
+    body = (
+        style,
+        navigation(),
+        (HERE / "playground.html").read_text(),
+        loaded,
+        script,
+    )
     page = frame("phalanx playground", *body)
     policy = f'http-equiv="Content-Security-Policy" content="{_POLICY}"'
     page, count = re.subn(
@@ -161,7 +175,9 @@ def runtime() -> dict[str, bytes]:
             f"pyodide {PYODIDE} from npm is not the one this was written for"
         )
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        found = {name: archive.extractfile(f"package/{name}") for name in RUNTIME}
+        found = {
+            name: archive.extractfile(f"package/{name}") for name in RUNTIME
+        }
         return {name: file.read() for name, file in found.items() if file}
 
 
@@ -175,7 +191,9 @@ def navigation(up: str = "") -> Html:
     }  # fmt: skip
     items = [tag("a", name, href=f"{up}{to}") for to, name in links.items()]
     return tag(
-        "nav", *(part for item in items for part in (item, " ")), aria_label="Pages"
+        "nav",
+        *(part for item in items for part in (item, " ")),
+        aria_label="Pages",
     )
 
 
@@ -184,14 +202,17 @@ def documents(out: Path) -> None:
     render = MarkdownIt("commonmark", {"html": False}).enable("table")
     pages = {TREE / "README.md": "index.html"}
     pages |= {
-        path: f"docs/{path.stem}.html" for path in sorted((TREE / "docs").glob("*.md"))
+        path: f"docs/{path.stem}.html"
+        for path in sorted((TREE / "docs").glob("*.md"))
     }
     pages[TREE / "torch-shm" / "README.md"] = "docs/torch-shm.html"
     pages[TREE / "rank-watch" / "README.md"] = "docs/rank-watch.html"
     pages[TREE / "torch-audit" / "README.md"] = "docs/torch-audit.html"
     (out / "docs").mkdir(exist_ok=True)
     shutil.copytree(
-        TREE / "docs" / "pictures", out / "docs" / "pictures", dirs_exist_ok=True
+        TREE / "docs" / "pictures",
+        out / "docs" / "pictures",
+        dirs_exist_ok=True,
     )
     listed = []
     for path, name in pages.items():
@@ -214,7 +235,9 @@ def documents(out: Path) -> None:
             encoding="utf-8",
         )
         listed.append((title[1], name))
-    rows = [tag("li", tag("a", title, href=f"../{name}")) for title, name in listed]
+    rows = [
+        tag("li", tag("a", title, href=f"../{name}")) for title, name in listed
+    ]
     index = frame("Documentation", _STYLE, navigation("../"), tag("ul", *rows))
     (out / "docs" / "index.html").write_text(index, encoding="utf-8")
 
@@ -224,8 +247,12 @@ def _name_headings(tokens: list[Token]) -> None:
     known: Counter[str] = Counter()
     for heading, words in pairwise(tokens):
         if heading.type == "heading_open":
-            name = re.sub(r"[^\w\- ]", "", words.content.lower()).replace(" ", "-")
-            heading.attrSet("id", f"{name}-{known[name]}" if known[name] else name)
+            name = re.sub(r"[^\w\- ]", "", words.content.lower()).replace(
+                " ", "-"
+            )
+            heading.attrSet(
+                "id", f"{name}-{known[name]}" if known[name] else name
+            )
             known[name] += 1
 
 
@@ -243,7 +270,9 @@ def _linked(html: str, path: Path, pages: Mapping[Path, str]) -> str:
 
     html = re.sub(r'href="([^"]*)"', link, html)
     # A file without a page is named but not linked.
-    return re.sub(r"<a <code>(.*?)</code>>(.*?)</a>", r"\2 (<code>\1</code>)", html)
+    return re.sub(
+        r"<a <code>(.*?)</code>>(.*?)</a>", r"\2 (<code>\1</code>)", html
+    )
 
 
 def lecture(path: Path) -> None:
@@ -253,7 +282,8 @@ def lecture(path: Path) -> None:
     )  # fmt: skip
     page = path.read_text(encoding="utf-8")
     path.write_text(
-        page.replace("<h1>", f"{_STYLE}{navigation()}<h1>", 1), encoding="utf-8"
+        page.replace("<h1>", f"{_STYLE}{navigation()}<h1>", 1),
+        encoding="utf-8",
     )
 
 
@@ -262,7 +292,9 @@ def verification_wall(out: Path) -> None:
     build."""
     today = datetime.now(UTC).date()
     parts = wall.page(json.loads(wall.FILE.read_text()), today)
-    page = frame("Verification wall", _STYLE, navigation(), *parts, narrow=False)
+    page = frame(
+        "Verification wall", _STYLE, navigation(), *parts, narrow=False
+    )
     (out / "wall.html").write_text(page, encoding="utf-8")
 
 

@@ -24,7 +24,13 @@ def structure(shape: Shape) -> str:
     """Return a key for all shapes that run the same operations, or "" without a
     formula."""
     caps = shape.softcap or shape.logit_softcap
-    if shape.kind != "decoder" or shape.experts or shape.windows or shape.sinks or caps:
+    if (
+        shape.kind != "decoder"
+        or shape.experts
+        or shape.windows
+        or shape.sinks
+        or caps
+    ):
         return ""
     return " ".join(str(getattr(shape, name)) for name in STRUCTURE)
 
@@ -37,7 +43,15 @@ def cut_key(shape: Shape, cut: Layout) -> str:
     context = ".".join(
         f"{part}{cut.mesh.of(f'cp.{part}')}" for part in ("ring", "ulysses")
     )
-    words = tensor, few, context, cut.schedule, cut.recompute, cut.precision, cut.matmul
+    words = (
+        tensor,
+        few,
+        context,
+        cut.schedule,
+        cut.recompute,
+        cut.precision,
+        cut.matmul,
+    )
     return " ".join(filter(None, words))
 
 
@@ -47,7 +61,11 @@ def local(
     """Return the sizes on one rank. `numbers` is the size of a chunk of logits in the
     loss."""
     tp, multiple = cut.tp, cut.cp * 2 * (cut.tp if cut.seq else 1)
-    whole = -(-sequence // multiple) * multiple if cut.cp > 1 or cut.seq else sequence
+    whole = (
+        -(-sequence // multiple) * multiple
+        if cut.cp > 1 or cut.seq
+        else sequence
+    )
     s, d = whole / cut.cp, shape.head_dim
     groups, words, tokens = (
         max(1, shape.kv_heads // tp),
@@ -111,7 +129,9 @@ def costs_from(
             # the part that is independent of rows, as for a model that is costed
             if not rows:
                 return at_rows(at(form, 1.0, cut), at(form, 2.0, cut))(rows)
-            sizes = local(model, cut, rows, sequence or model.sequence, table["chunk"])
+            sizes = local(
+                model, cut, rows, sequence or model.sequence, table["chunk"]
+            )
             return cost_of_row(_value(form, features(sizes, seq=cut.seq)))
 
         each = (CostedPiece((partial(at, form, cut=cut),)) for form in kinds)

@@ -72,7 +72,8 @@ def sample(
     tp = rng.choice((2, 3, 4)) if cut.tp > 1 else 1
     if tp > 1:
         axes = tuple(
-            replace(a, parts=(tp,)) if a.name == "tp" else a for a in cut.mesh.axes
+            replace(a, parts=(tp,)) if a.name == "tp" else a
+            for a in cut.mesh.axes
         )
         cut = replace(cut, mesh=replace(cut.mesh, axes=axes))
     groups = rng.randint(1, 3) * tp
@@ -104,7 +105,12 @@ class Moments:
                 runs.append(live.moments)  # type: ignore[attr-defined]
             if size > 0:
                 on = next(
-                    (name for name, page in live.pages.items() if page is live.page), ""
+                    (
+                        name
+                        for name, page in live.pages.items()
+                        if page is live.page
+                    ),
+                    "",
                 )
                 live.moments.append((on, float(live.now)))  # type: ignore[attr-defined]
 
@@ -124,7 +130,9 @@ def flat(value: Any, out: list[float]) -> Any:
         return None
     if isinstance(value, tuple | list):
         return [flat(each, out) for each in value]
-    return [flat(getattr(value, name), out) for name in value.__dataclass_fields__]
+    return [
+        flat(getattr(value, name), out) for name in value.__dataclass_fields__
+    ]
 
 
 def filled(template: Any, values: Iterator[Any]) -> Any:
@@ -146,15 +154,21 @@ def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
         shape, one, batch = sample(facts, cut, rng)
         chunk = _chunk(shape, one, batch, rng)
         with Moments() as runs, mock.patch.dict(loss.NUMBERS, meta=chunk):
-            (costs,) = cost_kinds(build_model(shape), one, (batch,), target="cuda")
+            (costs,) = cost_kinds(
+                build_model(shape), one, (batch,), target="cuda"
+            )
         assert len(costs) == len(runs) == 3
         rows.append(
-            features(local(shape, one, batch, shape.sequence, chunk), seq=cut.seq)
+            features(
+                local(shape, one, batch, shape.sequence, chunk), seq=cut.seq
+            )
         )
         for n, (cost, moments) in enumerate(zip(costs, runs, strict=True)):
             out: list[float] = []
             template = flat(replace(cost, temporary=0.0), out)
-            assert templates[n] in (None, template), "one cut, two orders of operations"
+            assert templates[n] in (None, template), (
+                "one cut, two orders of operations"
+            )
             templates[n] = template
             numbers[n].append(out)
             part = cut.recompute == "selective" and n == 1
@@ -171,7 +185,9 @@ def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
     for n in range(3):
         formulas = iter(_solve(at, np.array(numbers[n])))
         row = filled(templates[n], formulas)
-        row[TEMPORARY] = {"max": _highest(_solve(at, np.array(temporaries[n])), many)}
+        row[TEMPORARY] = {
+            "max": _highest(_solve(at, np.array(temporaries[n])), many)
+        }
         forms.append(row)
     return structure(shape), cut_key(shape, cut), forms
 
@@ -193,7 +209,8 @@ def _solve(at: np.ndarray, wanted: np.ndarray) -> list[dict[str, Any]]:
     error = np.abs(at @ factors - wanted).max(axis=0)
     assert error.max() < 1e-3, f"no formula for {np.flatnonzero(error > 1e-3)}"
     return [
-        {"f": [[int(n), float(c[n])] for n in np.flatnonzero(c)]} for c in factors.T
+        {"f": [[int(n), float(c[n])] for n in np.flatnonzero(c)]}
+        for c in factors.T
     ]
 
 
@@ -205,7 +222,10 @@ def _many(
         x = {"b": float(rng.choice((1, 2, 4, 8)))}
         x["s"] = float(2 ** rng.randint(7, 17))
         tp = float(2 ** rng.randint(0, 4)) if cut.tp > 1 else 1.0
-        x["h"], x["d"] = float(2 ** rng.randint(6, 14)), float(rng.choice((64, 128)))
+        x["h"], x["d"] = (
+            float(2 ** rng.randint(6, 14)),
+            float(rng.choice((64, 128))),
+        )
         x["u"], x["f"] = x["s"] / tp, x["h"] * rng.choice((2.0, 3.5, 4.0)) / tp
         x["q"] = max(x["d"], x["h"] / tp)
         x["a"] = x["q"] / x["d"]

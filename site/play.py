@@ -21,7 +21,14 @@ from phalanx.api.step import step_of
 from phalanx.cost import step_flops
 from phalanx.draw import Html, Picture, paragraphs, table, timeline
 from phalanx.draw.page import frame
-from phalanx.layout import Layout, LayoutError, Shape, legal, nearest, staged_pieces
+from phalanx.layout import (
+    Layout,
+    LayoutError,
+    Shape,
+    legal,
+    nearest,
+    staged_pieces,
+)
 from phalanx.layout.choices import BF16
 from phalanx.layout.families import shape_of
 from phalanx.layout.numbers import bytes_text, count_text, seconds_text
@@ -61,7 +68,9 @@ class Playground:
     def choices(self) -> str:
         """Return the entries of the page's lists."""
         machines = [name for name, each in clusters().items() if not each.size]
-        return json.dumps({"shapes": Shape.names(), "devices": [*machines, *devices()]})
+        return json.dumps(
+            {"shapes": Shape.names(), "devices": [*machines, *devices()]}
+        )
 
     def answer(self, text: str) -> str:
         """Answer a JSON request with JSON: either `error`, or everything that is
@@ -76,7 +85,11 @@ class Playground:
     def more(self) -> str:
         """Return the next later result, the verdict of `check` or a layout that fits;
         "" at the end."""
-        return json.dumps(found) if (found := next(self.rest, None)) is not None else ""
+        return (
+            json.dumps(found)
+            if (found := next(self.rest, None)) is not None
+            else ""
+        )
 
     def _answer(self, asked: Asked) -> dict[str, Any]:
         layout, shape = _layout(asked.layout), _shape(asked)
@@ -88,7 +101,10 @@ class Playground:
             raise ValueError(
                 f"More than {_MOST:,} operations are not drawn: use fewer microbatches."
             )
-        found: dict[str, Any] = {"layout": str(layout), "operations": str(program)}
+        found: dict[str, Any] = {
+            "layout": str(layout),
+            "operations": str(program),
+        }
         if asked.operations:
             if wrong := faults(program):
                 return found | {"verdict": "\n".join(wrong)}
@@ -212,7 +228,9 @@ def _step(request: Request, choice: Choice) -> Html:
     ranks, step = request.hardware.ranks, choice.step
     peak = request.hardware.peak.get(request.precision, 0.0) * ranks
     mfu = f", MFU {flops.model / peak / step:.1%}" if peak else ""
-    expected = interval(choice.case, request.hardware, request.profile, choice.parts)
+    expected = interval(
+        choice.case, request.hardware, request.profile, choice.parts
+    )
     low, high = map(seconds_text, expected.around(step))
     words = (
         f"A step takes {seconds_text(step)}, expected range {low} to {high}:"
@@ -222,7 +240,9 @@ def _step(request: Request, choice: Choice) -> Html:
         (part, seconds_text(time), f"{100 * time / step:.1f} %")
         for part, time in choice.parts.items()
     ]
-    return Html(paragraphs([words]) + table(("part of the step", "time", ""), rows))
+    return Html(
+        paragraphs([words]) + table(("part of the step", "time", ""), rows)
+    )
 
 
 def _later(
@@ -249,12 +269,21 @@ def _changed(x: Layout, shape: Shape) -> Iterator[Layout]:
     """Yield variants with more recomputation, smaller microbatches and more sharding;
     then on other meshes."""
     seen, modes = {x}, ["none", "selective", "all"]
-    modes = modes[modes.index(x.recompute) :] if x.recompute in modes else [x.recompute]
+    modes = (
+        modes[modes.index(x.recompute) :]
+        if x.recompute in modes
+        else [x.recompute]
+    )
     for base in (x, *nearest(x, shape, most=_MESHES)):
         counts = [base.microbatches * 2**k for k in range(5)]
-        zeros = [z for z in (0, 1, 3) if z >= base.zero] if base.dp > 1 else [base.zero]
+        zeros = (
+            [z for z in (0, 1, 3) if z >= base.zero]
+            if base.dp > 1
+            else [base.zero]
+        )
         changes = sorted(
-            product(range(len(modes)), range(len(counts)), range(len(zeros))), key=sum
+            product(range(len(modes)), range(len(counts)), range(len(zeros))),
+            key=sum,
         )
         for mode, count, zero in changes:
             try:

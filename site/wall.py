@@ -81,9 +81,12 @@ def compared(part: str) -> Data:
                 cells[str(layout)][model] = {"none": broken[0].what}
         fit = [layout for layout in LAYOUTS if model not in cells[str(layout)]]
         chosen = [
-            x if dtype == _BF16 else replace(x, precision=COMPARED[dtype]) for x in fit
+            x if dtype == _BF16 else replace(x, precision=COMPARED[dtype])
+            for x in fit
         ]
-        rows = {str(x): str(layout) for x, layout in zip(chosen, fit, strict=True)}
+        rows = {
+            str(x): str(layout) for x, layout in zip(chosen, fit, strict=True)
+        }
         for verdict in verify(shape, chosen, backend=backend, dtype=dtype):
             cells[rows[verdict.layout]][model] = _cell(verdict)
         print(part, model, flush=True)
@@ -136,7 +139,10 @@ def own_code() -> Data:
                 cells[str(layout)][name] = {"none": "refused for this family"}
         exact = {str(replace(x, precision=FP64)): str(x) for x in fit}
         found = verify(
-            shape, map(Layout.parse, exact), steps=2, make=partial(families.load, name)
+            shape,
+            map(Layout.parse, exact),
+            steps=2,
+            make=partial(families.load, name),
         )
         for verdict in found:
             cells[exact[verdict.layout]][name] = _cell(verdict)
@@ -152,7 +158,11 @@ def own_code() -> Data:
 
 def _cell(verdict: Any) -> Data:
     cell = {"error": verdict.max_rel_error, "allowed": verdict.of_allowed}
-    return cell if verdict.passed else cell | {"differs": verdict.first_difference}
+    return (
+        cell
+        if verdict.passed
+        else cell | {"differs": verdict.first_difference}
+    )
 
 
 def seeded_faults() -> Data:
@@ -195,14 +205,17 @@ def changed_programs() -> Data:
             assert text.count(old) == 1, (mistake["fault"], old, text)
             text = text.replace(old, new)
         rows.append(
-            mistake | {"check": faults(Program.parse(text, mistake["fault"]))[:1]}
+            mistake
+            | {"check": faults(Program.parse(text, mistake["fault"]))[:1]}
         )
     return _made() | {"rows": rows}
 
 
 def program_text(model: str, layout: str) -> str:
     where, shape = Layout.parse(layout), SHAPES.get(model) or Shape.load(model)
-    return str(build(where, staged_pieces(where, shape), StepOptions(agree=False)))
+    return str(
+        build(where, staged_pieces(where, shape), StepOptions(agree=False))
+    )
 
 
 def _made() -> dict[str, Any]:
@@ -232,7 +245,13 @@ def commits_since(commit: str) -> int | None:
     unknown commit."""
     try:
         return int(
-            _git("rev-list", "--count", f"{commit.split()[0]}..HEAD", "--", str(SOURCE))
+            _git(
+                "rev-list",
+                "--count",
+                f"{commit.split()[0]}..HEAD",
+                "--",
+                str(SOURCE),
+            )
         )
     except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
         return None
@@ -249,7 +268,9 @@ TITLES = {
     GLOO: "Ranks are processes over gloo, float64",
     OWN_CODE: "Small decoders of Hugging Face in transformers' own code, float64",
 }
-Since = Callable[[str], int | None]  # returns the number of commits after this one
+Since = Callable[
+    [str], int | None
+]  # returns the number of commits after this one
 
 
 def page(data: Data, today: date, since: Since = commits_since) -> list[Html]:
@@ -266,7 +287,11 @@ def page(data: Data, today: date, since: Since = commits_since) -> list[Html]:
     if programs and faulty:
         parts += [tag("h2", "Mistakes reported elsewhere"), *_reported(data)]
     parts += [tag("h2", "Mistakes in a step's list")]
-    parts += _programs(programs, _age(programs, today, since)) if programs else [_GAP]
+    parts += (
+        _programs(programs, _age(programs, today, since))
+        if programs
+        else [_GAP]
+    )
     parts += [tag("h2", "Mistakes in the engine")]
     parts += _faults(faulty, _age(faulty, today, since)) if faulty else [_GAP]
     return parts
@@ -303,14 +328,18 @@ def red(data: Data) -> list[str]:
         for layout, row in data[part]["cells"].items():
             cells = [(model, row.get(model)) for model in data[part]["models"]]
             wrong += [
-                f"{part} {model} {layout}" for model, cell in cells if is_red(cell)
+                f"{part} {model} {layout}"
+                for model, cell in cells
+                if is_red(cell)
             ]
     for part, key in (("faults", "verify"), ("programs", "check")):
         if part not in data:
             wrong.append(f"{part} was not measured")
             continue
         wrong += [
-            f"{part} {row['fault']}" for row in data[part]["rows"] if not row[key]
+            f"{part} {row['fault']}"
+            for row in data[part]["rows"]
+            if not row[key]
         ]
     return wrong
 
@@ -326,8 +355,18 @@ def _age(data: Data, today: date, since: Since) -> Html:
     """Describe the time, commit and age of a part's measurement."""
     days = (today - date.fromisoformat(data["date"])).days
     later = since(data["commit"])
-    ago = "today" if days == 0 else "a day ago" if days == 1 else f"{days} days ago"
-    beyond = "" if later is None else f"; {later} commits have changed the source since"
+    ago = (
+        "today"
+        if days == 0
+        else "a day ago"
+        if days == 1
+        else f"{days} days ago"
+    )
+    beyond = (
+        ""
+        if later is None
+        else f"; {later} commits have changed the source since"
+    )
     text = f"{data['date']} ({ago}), commit {data['commit']}{beyond}. {data['on']}."
     return tag("span", text, cls="bad" if days > OLD else "")
 
@@ -337,33 +376,46 @@ def command(part: str, data: Data, model: str, layouts: Iterable[str]) -> str:
     if part == OWN_CODE:
         return f"python benchmarks/families.py {model}"
     dtype = f" --dtype {data['dtype']}" if part == _BF16 else ""
-    backend = f" --backend {data['backend']}" if data["backend"] != THREADS else ""
+    backend = (
+        f" --backend {data['backend']}" if data["backend"] != THREADS else ""
+    )
     return f'phalanx verify --model {model}{backend}{dtype} --layouts "{"; ".join(layouts)}"'
 
 
 def _matrix(part: str, data: Data, age: Html) -> Html:
     sizes, cells = data["models"], data["cells"]
     head = [
-        tag("span", MODELS.get(model, model), title=sizes[model]) for model in sizes
+        tag("span", MODELS.get(model, model), title=sizes[model])
+        for model in sizes
     ]
     rows = []
     for layout, row in cells.items():
-        shown = [_shown(part, data, layout, model, row.get(model)) for model in sizes]
+        shown = [
+            _shown(part, data, layout, model, row.get(model))
+            for model in sizes
+        ]
         if any(cell != NONE for cell in shown):
             rows.append((tag("code", layout), *shown))
     ran = {
-        m: [x for x, row in cells.items() if "error" in row.get(m, ())] for m in sizes
+        m: [x for x, row in cells.items() if "error" in row.get(m, ())]
+        for m in sizes
     }
-    lines = "\n".join(command(part, data, m, layouts) for m, layouts in ran.items())
+    lines = "\n".join(
+        command(part, data, m, layouts) for m, layouts in ran.items()
+    )
     again = tag(
-        "details", tag("summary", "Commands, one for each column"), tag("pre", lines)
+        "details",
+        tag("summary", "Commands, one for each column"),
+        tag("pre", lines),
     )
     listed = [
         (MODELS.get(model, model), tag("code", model), text)
         for model, text in sizes.items()
     ]
     shapes = table(("column", "model", "sizes"), listed, left=True)
-    return Html(tag("p", age) + table(("layout", *head), rows) + shapes + again)
+    return Html(
+        tag("p", age) + table(("layout", *head), rows) + shapes + again
+    )
 
 
 def _shown(
@@ -376,9 +428,14 @@ def _shown(
     again = command(part, data, model, [layout])
     if is_red(cell):
         return tag(
-            "span", "differs", title=f"{cell.get('differs', '')}\n{again}", cls="bad"
+            "span",
+            "differs",
+            title=f"{cell.get('differs', '')}\n{again}",
+            cls="bad",
         )
-    value = f"{cell['allowed']:.2f}" if part == _BF16 else f"{cell['error']:.0e}"
+    value = (
+        f"{cell['allowed']:.2f}" if part == _BF16 else f"{cell['error']:.0e}"
+    )
     return tag("span", value, title=f"{data['date']}: {again}")
 
 
@@ -405,7 +462,13 @@ def _reported(data: Data) -> Iterable[Html]:
             " none is a copy of theirs. Numbers are those of their issues and pull requests."
         ]
     )
-    head = ("mistake", "reported as", "seeded here as", "verify says", "check says")
+    head = (
+        "mistake",
+        "reported as",
+        "seeded here as",
+        "verify says",
+        "check says",
+    )
     yield table(head, rows, left=True)
 
 
@@ -433,13 +496,18 @@ def _found(says: Iterable[str]) -> Html | str:
 def _faults(data: Data, age: Html) -> Iterable[Html]:
     rows = []
     for row in data["rows"]:
-        dtype = "" if row["dtype"] == DTYPES[FP64].torch else f" {row['dtype']}"
+        dtype = (
+            "" if row["dtype"] == DTYPES[FP64].torch else f" {row['dtype']}"
+        )
         found = _found([row["verify"]])
         layout = tag("code", row["layout"] + dtype)
         loss = f"{row['loss'][0]:.0e}, {row['loss'][1]:.0e}"
-        rows.append((row["fault"], layout, found, _first(row["sums"]) or NONE, loss))
+        rows.append(
+            (row["fault"], layout, found, _first(row["sums"]) or NONE, loss)
+        )
     caught, sums = (
-        sum(bool(row[key]) for row in data["rows"]) for key in ("verify", "sums")
+        sum(bool(row[key]) for row in data["rows"])
+        for key in ("verify", "sums")
     )
     blind = sum(max(row["loss"]) < 1e-3 for row in data["rows"])
     yield tag("p", age)
@@ -476,11 +544,15 @@ PARTS: dict[str, Callable[[], Data]] = {
 
 
 def main() -> int:
-    sys.path += [str(HERE.parent / folder) for folder in ("tests", "benchmarks")]
+    sys.path += [
+        str(HERE.parent / folder) for folder in ("tests", "benchmarks")
+    ]
     data = json.loads(FILE.read_text()) if FILE.exists() else {}
     for name in sys.argv[1:] or PARTS:
         data[name] = PARTS[name]()
-        FILE.write_text(json.dumps(data, indent=0, separators=(",", ":")) + "\n")
+        FILE.write_text(
+            json.dumps(data, indent=0, separators=(",", ":")) + "\n"
+        )
     wrong = red(data)
     print(*(f"red: {name}" for name in wrong), sep="\n")
     return 1 if wrong else 0

@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 
 CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    filter(
+        None,
+        map(shutil.which, ("chromium", "chromium-browser", "google-chrome")),
+    ),
     None,
 )
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
@@ -26,7 +29,9 @@ _QUIET = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
     " --disable-background-networking --disable-component-update"
 )
-_FLAGS = _QUIET + " --enable-logging=stderr --dump-dom --virtual-time-budget=3000"
+_FLAGS = (
+    _QUIET + " --enable-logging=stderr --dump-dom --virtual-time-budget=3000"
+)
 
 
 def opened(written: str, folder: Path) -> tuple[str, list[str]]:
@@ -46,20 +51,30 @@ def opened(written: str, folder: Path) -> tuple[str, list[str]]:
         timeout=120,
         check=True,
     )
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return done.stdout, [
+        line for line in done.stderr.splitlines() if "CONSOLE" in line
+    ]
 
 
 class Tab:
     """One open page, driven over the pipe of Chromium's developer tools."""
 
     def __init__(self, said: Any, heard: Any) -> None:
-        self._said, self._heard, self._numbers = said, heard, itertools.count(1)
+        self._said, self._heard, self._numbers = (
+            said,
+            heard,
+            itertools.count(1),
+        )
         self._session = ""
         self.console: list[str] = []
         # requests to any host, of pages, frames and workers
         self.outside: list[str] = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        found = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        target = self.call("Target.createTarget", url="about:blank")[
+            "targetId"
+        ]
+        found = self.call(
+            "Target.attachToTarget", targetId=target, flatten=True
+        )
         self._session = found["sessionId"]
         for domain in ("Runtime", "Page", "Log"):
             self.call(f"{domain}.enable")
@@ -75,8 +90,13 @@ class Tab:
             self._note(message.get("method"), message.get("params"))
 
     def _send(self, session: str, method: str, params: dict[str, Any]) -> int:
-        number, of = next(self._numbers), {"sessionId": session} if session else {}
-        text = json.dumps({"id": number, "method": method, "params": params, **of})
+        number, of = (
+            next(self._numbers),
+            {"sessionId": session} if session else {},
+        )
+        text = json.dumps(
+            {"id": number, "method": method, "params": params, **of}
+        )
         self._said.write(text.encode() + b"\0")
         self._said.flush()
         return number
@@ -85,7 +105,11 @@ class Tab:
         """Record the requests of a page, frame or worker, and attach to the workers
         that it starts."""
         self._send(session, "Network.enable", {})
-        started = {"autoAttach": True, "waitForDebuggerOnStart": True, "flatten": True}
+        started = {
+            "autoAttach": True,
+            "waitForDebuggerOnStart": True,
+            "flatten": True,
+        }
         self._send(session, "Target.setAutoAttach", started)
         self._send(session, "Runtime.runIfWaitingForDebugger", {})
 
@@ -107,13 +131,21 @@ class Tab:
         return bytes(parts)
 
     def open(
-        self, url: str, *, width: int = 1200, height: int = 900, dark: bool = False
+        self,
+        url: str,
+        *,
+        width: int = 1200,
+        height: int = 900,
+        dark: bool = False,
     ) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        scheme = {
+            "name": "prefers-color-scheme",
+            "value": "dark" if dark else "light",
+        }
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=url)
         self.wait("document.readyState == 'complete'")
@@ -132,7 +164,9 @@ class Tab:
         """Wait until an expression is true; return its value."""
         end = time.monotonic() + seconds
         while not (value := self.js(expression)):
-            assert time.monotonic() < end, f"never true: {expression}; {self.console}"
+            assert time.monotonic() < end, (
+                f"never true: {expression}; {self.console}"
+            )
             time.sleep(0.05)
         return value
 
@@ -204,7 +238,14 @@ def axe_source(folder: Path) -> str:
 def barriers(tab: Tab, axe: str) -> list[str]:
     """Return axe-core's findings in the open page: WCAG 2.2 A and AA, and good
     practice."""
-    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+    tags = [
+        "wcag2a",
+        "wcag2aa",
+        "wcag21a",
+        "wcag21aa",
+        "wcag22aa",
+        "best-practice",
+    ]
     tab.js(f"{axe}\n;true")
     found: list[str] = tab.js(
         f"axe.run(document, {{iframes: false, runOnly: {json.dumps(tags)}}}).then((r) => r.violations"

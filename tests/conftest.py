@@ -33,11 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     longest = [item for item in items if item.get_closest_marker("long_tests")]
-    rest = [item for item in items if not item.get_closest_marker("long_tests")]
+    rest = [
+        item for item in items if not item.get_closest_marker("long_tests")
+    ]
     rest.sort(key=lambda item: item.get_closest_marker("long_file") is None)
     share = -(-len(rest) // workers)
     stretches = [
-        longest[n::workers] + rest[n * share : (n + 1) * share] for n in range(workers)
+        longest[n::workers] + rest[n * share : (n + 1) * share]
+        for n in range(workers)
     ]
     items[:] = [item for stretch in stretches for item in stretch]
 

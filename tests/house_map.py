@@ -35,7 +35,9 @@ APART = {
 def sentence(path: Path) -> str:
     """The first sentence of a file's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+    return (
+        " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+    )
 
 
 def package_table() -> list[str]:

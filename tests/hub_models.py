@@ -135,7 +135,9 @@ def theirs(name: str, **more: Any) -> Any:
 def biases(model: Any) -> dict[str, Tensor]:
     """Return the buffers that are added to experts' scores for routing only."""
     return {
-        name: x for name, x in model.named_buffers() if name.endswith("correction_bias")
+        name: x
+        for name, x in model.named_buffers()
+        if name.endswith("correction_bias")
     }
 
 
@@ -165,7 +167,11 @@ def widened() -> Iterator[None]:
 def in_float64(model: Any) -> Any:
     """Return the same model in float64; create and call it within `widened`."""
     wide: Any = transformers.AutoModelForCausalLM.from_config(
-        model.config, attn_implementation="eager", experts_implementation="eager"
+        model.config,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
-    wide.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    wide.load_state_dict(
+        {name: x.double() for name, x in model.state_dict().items()}
+    )
     return wide

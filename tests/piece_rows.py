@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from phalanx.layout import Layout, PieceRow, Shape, StagedPieces, legal, staged_pieces
+from phalanx.layout import (
+    Layout,
+    PieceRow,
+    Shape,
+    StagedPieces,
+    legal,
+    staged_pieces,
+)
 from phalanx.parallel import Model, build_model
 from phalanx.parallel.rows import model_pieces
 
@@ -19,7 +26,9 @@ def _sorted(pieces: StagedPieces) -> StagedPieces:
     """Sort each piece's weights by name."""
 
     def in_order(row: PieceRow) -> PieceRow:
-        return replace(row, weights=tuple(sorted(row.weights, key=lambda w: w.name)))
+        return replace(
+            row, weights=tuple(sorted(row.weights, key=lambda w: w.name))
+        )
 
     return replace(pieces, rows=tuple(map(in_order, pieces.rows)))
 

@@ -58,7 +58,11 @@ def test_every_name_is_there_and_packages_of_the_same_name_still_are() -> None:
 
 
 def test_help_of_every_function_names_each_keyword_that_it_takes() -> None:
-    explained = {"plan": phalanx.plan, "draw": phalanx.draw, "verify": phalanx.verify}
+    explained = {
+        "plan": phalanx.plan,
+        "draw": phalanx.draw,
+        "verify": phalanx.verify,
+    }
     for name, function in {**explained, "train": phalanx.train}.items():
         signature = inspect.signature(function)
         assert not {"args", "terms", "kwargs"} & set(signature.parameters)
@@ -71,7 +75,11 @@ def test_help_of_every_function_names_each_keyword_that_it_takes() -> None:
     assert {"model", "cluster", "batch_tokens"} <= set(
         inspect.signature(phalanx.plan).parameters
     )
-    assert inspect.signature(phalanx.draw).bind("1f1b", stages=2, costs="F=1").arguments
+    assert (
+        inspect.signature(phalanx.draw)
+        .bind("1f1b", stages=2, costs="F=1")
+        .arguments
+    )
     with pytest.raises(TypeError, match="stage"):
         inspect.signature(phalanx.simulate).bind("1f1b", stage=2)
 
@@ -144,7 +152,9 @@ def test_check_and_draw_print_what_the_commands_print(
     assert not refused.fits
     assert refused.nearest[0] == phalanx.Layout.parse(str(refused.nearest[0]))
     assert main(["draw", layout, "--model", "tiny", "--costs", costs]) == 0
-    assert capsys.readouterr().out == str(phalanx.draw(layout, "tiny", costs=costs))
+    assert capsys.readouterr().out == str(
+        phalanx.draw(layout, "tiny", costs=costs)
+    )
 
 
 def test_a_picture_is_svg_in_a_notebook_and_a_file_by_its_suffix(
@@ -152,7 +162,9 @@ def test_a_picture_is_svg_in_a_notebook_and_a_file_by_its_suffix(
 ) -> None:
     picture = phalanx.draw("1f1b", stages=2, microbatches=2)
     assert xml.fromstring(picture._repr_svg_()).tag.endswith("svg")
-    assert xml.fromstring(phalanx.draw("mesh dp2 tp2")._repr_svg_()).tag.endswith("svg")
+    assert xml.fromstring(
+        phalanx.draw("mesh dp2 tp2")._repr_svg_()
+    ).tag.endswith("svg")
     for suffix in ("svg", "html", "json"):
         picture.save(tmp_path / f"step.{suffix}")
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -209,19 +221,28 @@ def test_a_module_where_a_name_is_asked_for_is_told_its_ways(
 def test_a_class_is_the_model_of_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = Path(__file__).parents[1].joinpath("examples", "stranger.py").read_text()
+    text = (
+        Path(__file__)
+        .parents[1]
+        .joinpath("examples", "stranger.py")
+        .read_text()
+    )
     (tmp_path / "known_by_name.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     kind = importlib.import_module("known_by_name").Stranger
     named = f"{tmp_path / 'known_by_name.py'}:Stranger"
     assert phalanx.Run(model=kind).own == named
     layout = "dp2 tp2"
-    assert str(phalanx.check(layout, kind)) == str(phalanx.check(layout, named))
+    assert str(phalanx.check(layout, kind)) == str(
+        phalanx.check(layout, named)
+    )
     drawn = (phalanx.draw("pp2 1f1b:2", each) for each in (kind, named))
     assert len({str(each) for each in drawn}) == 1
 
 
-def test_a_model_of_standard_input_is_verified_and_its_processes_are_refused() -> None:
+def test_a_model_of_standard_input_is_verified_and_its_processes_are_refused() -> (
+    None
+):
     done = _fresh(
         "import sys; sys.path.insert(0, 'examples')\n"
         "import phalanx, stranger\n"
@@ -270,12 +291,14 @@ def test_a_checkpoint_is_a_mapping_of_whole_tensors_in_any_layout(
         == 0
     )
     exported = load_file(next((tmp_path / "hf").glob("*.safetensors")))
-    assert sorted(map(str, (tuple(x.shape) for x in weights.values()))) == sorted(
-        map(str, (tuple(x.shape) for x in exported.values()))
-    )
+    assert sorted(
+        map(str, (tuple(x.shape) for x in weights.values()))
+    ) == sorted(map(str, (tuple(x.shape) for x in exported.values())))
     assert sum(
         float(x.double().square().sum()) for x in weights.values()
-    ) == pytest.approx(sum(float(x.double().square().sum()) for x in exported.values()))
+    ) == pytest.approx(
+        sum(float(x.double().square().sum()) for x in exported.values())
+    )
     moments = phalanx.load(tmp_path / "run", kind="exp_avg")
     assert {name: x.shape for name, x in moments.items()} == {
         n: x.shape for n, x in weights.items()
@@ -291,10 +314,14 @@ def test_ranks_log_what_they_did_and_why_they_ended(tmp_path: Path) -> None:
         "sequence=8",
         "model={layers=2,hidden=16,heads=2,vocab=256}",
     ]
-    run = phalanx.Run.parse("", "run", (*words, "layout=dp2", f"out={tmp_path}"))
+    run = phalanx.Run.parse(
+        "", "run", (*words, "layout=dp2", f"out={tmp_path}")
+    )
     phalanx.launch(phalanx.train, 2, run, "dp2", True, backend="threads")
     other = [word.replace("hidden=16", "hidden=32") for word in words]
-    run = phalanx.Run.parse("", "run", (*other, "layout=dp2", f"out={tmp_path}"))
+    run = phalanx.Run.parse(
+        "", "run", (*other, "layout=dp2", f"out={tmp_path}")
+    )
     with pytest.raises(RankFailed, match="hidden"):
         phalanx.launch(phalanx.train, 2, run, "dp2", True, backend="threads")
     for rank in range(2):

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.long_file
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
-    p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    p.relative_to(ROOT)
+    for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 )
 QUICK = {"docs/api.md", "docs/your-own-loop.md"}
 
@@ -68,7 +69,9 @@ def _commands(page: Path) -> list[str]:
     for kind, block in _blocks(page, "sh|bash|shell|console"):
         for line in block.replace("\\\n", " ").splitlines():
             command = line.removeprefix("$ ").strip()
-            if (kind != "console" or line.startswith("$ ")) and command[:1] not in (
+            if (kind != "console" or line.startswith("$ ")) and command[
+                :1
+            ] not in (
                 "",
                 "#",
             ):
@@ -88,7 +91,9 @@ def _reason(page: Path, command: str) -> str:
 def _pages(runs: object) -> list[object]:
     return [
         pytest.param(
-            page, id=str(page), marks=[] if str(page) in QUICK else [pytest.mark.slow]
+            page,
+            id=str(page),
+            marks=[] if str(page) in QUICK else [pytest.mark.slow],
         )
         for page in PAGES
         if runs(page)  # type: ignore[operator]
@@ -99,13 +104,18 @@ def _pages(runs: object) -> list[object]:
 def clone(tmp_path: Path) -> Path:
     """A folder that looks like the project's, with the files that pages say are the reader's own."""
     for path in ROOT.iterdir():
-        if not path.name.startswith(".") and path.name not in ("runs", "build"):
+        if not path.name.startswith(".") and path.name not in (
+            "runs",
+            "build",
+        ):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     # Scripts: a link to the interpreter would be one without this environment's packages.
     for name, words in (("python", ""), ("phalanx", "-m phalanx")):
         command = tmp_path / ".venv" / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        command.write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n'
+        )
         command.chmod(0o755)
     (tmp_path / "run.toml").write_text(
         'steps = 3\nbatch = 64\nsequence = 16\nlayout = "auto"\n'
@@ -127,7 +137,11 @@ def _environment(clone: Path) -> dict[str, str]:
         )
     ]
     python_path = os.pathsep.join([*sources, inherited])
-    return os.environ | {"PATH": path, "PYTHONPATH": python_path, "COLUMNS": "80"}
+    return os.environ | {
+        "PATH": path,
+        "PYTHONPATH": python_path,
+        "COLUMNS": "80",
+    }
 
 
 @pytest.mark.parametrize("page", _pages(_commands))
@@ -137,7 +151,9 @@ def test_every_command_of_a_page_runs(page: Path, clone: Path) -> None:
             ["bash", "-c", command], cwd=clone, env=_environment(clone),
             capture_output=True, text=True, timeout=900, check=False,
         )  # fmt: skip
-        code = next((code for part, code in FAILS.items() if part in command), 0)
+        code = next(
+            (code for part, code in FAILS.items() if part in command), 0
+        )
         assert done.returncode == code, (
             f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         )
@@ -156,11 +172,17 @@ def test_the_python_of_a_page_runs(page: Path, clone: Path) -> None:
 
 
 def test_every_reason_is_of_something_that_is_there() -> None:
-    commands = [(str(page), command) for page in PAGES for command in _commands(page)]
+    commands = [
+        (str(page), command) for page in PAGES for command in _commands(page)
+    ]
     for (page, pattern), reason in NOT_RUN.items():
-        found = [c for p, c in commands if page in ("", p) and re.search(pattern, c)]
+        found = [
+            c for p, c in commands if page in ("", p) and re.search(pattern, c)
+        ]
         assert found or page == "", f"{page} {pattern}: {reason}"
     assert [p for p in PARTS if not _blocks(Path(p), "python")] == []
     assert [
-        part for part in FAILS if not any(part in command for _, command in commands)
+        part
+        for part in FAILS
+        if not any(part in command for _, command in commands)
     ] == []

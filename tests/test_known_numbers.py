@@ -50,29 +50,54 @@ def test_stages_are_used_as_the_textbook_says(
 def test_zero_shards_what_its_paper_says(
     capsys: Capture, zero: str, paper: float, tolerance: float
 ) -> None:
-    model, layout = str(ROOT / "examples" / "zero-paper.toml"), f"dp64 {zero} fp16"
-    words = ("--model", model, "--cluster", "h100x64", "--profile", "megatron-2021")
-    held = _figures(capsys, "plan", *words, "--explain", layout)["memory_by_kind_gb"]
+    model, layout = (
+        str(ROOT / "examples" / "zero-paper.toml"),
+        f"dp64 {zero} fp16",
+    )
+    words = (
+        "--model",
+        model,
+        "--cluster",
+        "h100x64",
+        "--profile",
+        "megatron-2021",
+    )
+    held = _figures(capsys, "plan", *words, "--explain", layout)[
+        "memory_by_kind_gb"
+    ]
     state = held["weights"] + held["gradients"] + held["optimizer"]
     assert state == pytest.approx(paper, rel=tolerance)
 
 
-def test_bytes_by_hand_and_of_a_ring_are_what_the_lab_counts(capsys: Capture) -> None:
+def test_bytes_by_hand_and_of_a_ring_are_what_the_lab_counts(
+    capsys: Capture,
+) -> None:
     assert main(["lab", "arithmetic", "--width", "64", "--verbose"]) == 0
     text = capsys.readouterr().out
     assert "8,000,000,000    8,000,000,000    8.0" in text
     assert "67.6 GB are exactly 63 GiB" in text
     assert 4096 * 126 * 4 * 16384 * 2 == 63 * 2**30
     assert main(["lab", "data-parallel", "--width", "64", "--verbose"]) == 0
-    assert "it sent 2(n-1)/n of the gradients in each step" in capsys.readouterr().out
+    assert (
+        "it sent 2(n-1)/n of the gradients in each step"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_trillion_weights_make_502_petaflops_nearly_held_out() -> None:
     # Its equation 3: 96 B s l h^2 (1 + s / 6h + V / 16lh), recomputation included.
     b, s, layers, h, v = 3072, 2048, 128, 25600, 51200
-    flops = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-    table = (ROOT / "benchmarks" / "published" / "scored.csv").read_text().splitlines()
-    row = next(line for line in table if "narayanan2021-0010" in line).split(",")
+    flops = (
+        96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    )
+    table = (
+        (ROOT / "benchmarks" / "published" / "scored.csv")
+        .read_text()
+        .splitlines()
+    )
+    row = next(line for line in table if "narayanan2021-0010" in line).split(
+        ","
+    )
     measured, held_out = float(row[2]), float(row[3])
     assert flops / measured / 1e15 == pytest.approx(502, rel=0.01)
     assert flops / held_out / 1e15 == pytest.approx(474.5, rel=0.005)
@@ -92,7 +117,13 @@ def test_a_plan_of_that_run_is_near_it(capsys: Capture) -> None:
     ]
     layout = "dp6 pp64 tp8 interleaved2:512 recompute:all fp16"
     found = _figures(
-        capsys, "plan", *words, "--profile", "megatron-2021", "--explain", layout
+        capsys,
+        "plan",
+        *words,
+        "--profile",
+        "megatron-2021",
+        "--explain",
+        layout,
     )
     assert found["step_time_s"] == pytest.approx(102.6, rel=0.05)
     assert found["hfu"] * 312e12 * 3072 / 1e15 == pytest.approx(502, rel=0.05)
@@ -110,7 +141,14 @@ def test_a_plan_of_that_run_is_near_it(capsys: Capture) -> None:
 def test_the_phases_of_llama_3_are_predicted(
     capsys: Capture, devices: int, sequence: int, layout: str, published: int
 ) -> None:
-    words = ("--model", "405b", "--cluster", f"h100x{devices}", "--seq", str(sequence))
+    words = (
+        "--model",
+        "405b",
+        "--cluster",
+        f"h100x{devices}",
+        "--seq",
+        str(sequence),
+    )
     stages = f"stages:0-{'1-' * 126}0"
     found = _figures(
         capsys, "plan", *words, "--batch-tokens", "16Mi", "--profile", "megatron-core",

@@ -27,7 +27,8 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
 ) -> None:
     pip = (sys.executable, "-m", "pip")
     trees = tuple(
-        ROOT / name for name in (".", "torch-shm", "rank-watch", "torch-audit", "lab")
+        ROOT / name
+        for name in (".", "torch-shm", "rank-watch", "torch-audit", "lab")
     )
     for tree in trees:
         _run(
@@ -55,11 +56,17 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
     lent = Path(purelib.strip()) / "lent.pth"
     lent.write_text(sysconfig.get_paths()["purelib"] + "\n")
     where = _run(
-        python, "-c", "import phalanx; print(phalanx.__file__)", folder=tmp_path
+        python,
+        "-c",
+        "import phalanx; print(phalanx.__file__)",
+        folder=tmp_path,
     )
     assert Path(where.strip()).is_relative_to(tmp_path / "new")
     memory = _run(
-        python, "-c", "import torch_shm; print(torch_shm.__file__)", folder=tmp_path
+        python,
+        "-c",
+        "import torch_shm; print(torch_shm.__file__)",
+        folder=tmp_path,
     )
     assert Path(memory.strip()).is_relative_to(tmp_path / "new")
     phalanx = tmp_path / "new" / "bin" / "phalanx"
@@ -67,8 +74,25 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
     _run(phalanx, "draw", "1f1b", "--out", "step.html", folder=tmp_path)
     _run(phalanx, "schema", "check", folder=tmp_path)
     _run(phalanx, "doctor", "clusters", "h100x64", folder=tmp_path)
-    _run(phalanx, "plan", "--model", "tiny", "--cluster", "h100x2", folder=tmp_path)
-    _run(phalanx, "verify", "--layouts", "dp2", "--steps", "1", folder=tmp_path)
     _run(
-        phalanx, "lab", "zero-1", "--width", "16", "--html", "lab.html", folder=tmp_path
+        phalanx,
+        "plan",
+        "--model",
+        "tiny",
+        "--cluster",
+        "h100x2",
+        folder=tmp_path,
+    )
+    _run(
+        phalanx, "verify", "--layouts", "dp2", "--steps", "1", folder=tmp_path
+    )
+    _run(
+        phalanx,
+        "lab",
+        "zero-1",
+        "--width",
+        "16",
+        "--html",
+        "lab.html",
+        folder=tmp_path,
     )

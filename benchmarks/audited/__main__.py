@@ -31,7 +31,11 @@ import audited_lm  # noqa: E402
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
 Program = Callable[[], None]
-_LAYOUTS = {"tp 2": programs.tp, "DDP 2": programs.ddp, "FSDP2 2": programs.fsdp2}
+_LAYOUTS = {
+    "tp 2": programs.tp,
+    "DDP 2": programs.ddp,
+    "FSDP2 2": programs.fsdp2,
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,15 @@ def _torch() -> list[Cell]:
             reference = partial(_lm, dtype, "one", bug)
             program = partial(_lm, dtype, name)
             found.append(
-                Cell("torch", "small LM", layout, corner, ranks, reference, program)
+                Cell(
+                    "torch",
+                    "small LM",
+                    layout,
+                    corner,
+                    ranks,
+                    reference,
+                    program,
+                )
             )
     return found
 
@@ -96,7 +108,15 @@ def _divide_factors() -> list[Cell]:
             program = partial(programs.divided, dtype, forced)
             reference = partial(programs.halved, dtype)
             found.append(
-                Cell("torch", "one layer", "FSDP2 1", corner, 1, reference, program)
+                Cell(
+                    "torch",
+                    "one layer",
+                    "FSDP2 1",
+                    corner,
+                    1,
+                    reference,
+                    program,
+                )
             )
     return found
 
@@ -115,7 +135,15 @@ def _transformers() -> list[Cell]:
                 reference = partial(programs.one, *words)
                 many = partial(program, *words)
                 found.append(
-                    Cell("transformers", model, layout, corner, 2, reference, many)
+                    Cell(
+                        "transformers",
+                        model,
+                        layout,
+                        corner,
+                        2,
+                        reference,
+                        many,
+                    )
                 )
     return found
 
@@ -130,13 +158,23 @@ def _trainer() -> list[Cell]:
     for layout in ("DDP", "FSDP2"):
         for words, changes in corners.items():
             corner = f"accumulation 2, {words}; float64"
-            reference = partial(programs.trainer, "Llama", FLOAT64, 4, 2, **changes)
+            reference = partial(
+                programs.trainer, "Llama", FLOAT64, 4, 2, **changes
+            )
             program = partial(
                 programs.trainer, "Llama", FLOAT64, 2, 2, layout, **changes
             )
             name = f"Trainer, {layout} 2"
             found.append(
-                Cell("transformers", "Llama", name, corner, 2, reference, program)
+                Cell(
+                    "transformers",
+                    "Llama",
+                    name,
+                    corner,
+                    2,
+                    reference,
+                    program,
+                )
             )
     return found
 
@@ -150,16 +188,30 @@ def _auxiliary_losses() -> list[Cell]:
             ("Mixtral", 0.1),
             ("Qwen3-MoE", 0.1),
         ):
-            corner = f"equal microbatches, auxiliary loss {coefficient:g}; float32"
+            corner = (
+                f"equal microbatches, auxiliary loss {coefficient:g}; float32"
+            )
             changes = {"router_aux_loss_coef": coefficient, "alike": True}
             changes |= {"output_router_logits": True}
-            reference = partial(programs.trainer, model, FLOAT32, 1, 2, **changes)
+            reference = partial(
+                programs.trainer, model, FLOAT32, 1, 2, **changes
+            )
             program = partial(
                 programs.trainer, model, FLOAT32, microbatches, 2, **changes
             )
-            name = "Trainer, accumulation 2" if ranks == 1 else "Trainer, DDP 2"
+            name = (
+                "Trainer, accumulation 2" if ranks == 1 else "Trainer, DDP 2"
+            )
             found.append(
-                Cell("transformers", model, name, corner, ranks, reference, program)
+                Cell(
+                    "transformers",
+                    model,
+                    name,
+                    corner,
+                    ranks,
+                    reference,
+                    program,
+                )
             )
     return found
 
@@ -212,7 +264,9 @@ def conduct(cell: Cell, folder: Path) -> tuple[str, str]:
     try:
         if cell.layout in _LAYOUTS and cell.model in programs.MODELS:
             # By one process: ranks of a world would each wait for the first to write.
-            programs.save(cell.model, FLOAT32 if "float32" in cell.corner else FLOAT64)
+            programs.save(
+                cell.model, FLOAT32 if "float32" in cell.corner else FLOAT64
+            )
         record(folder / "one", cell.reference, 1, world=False)
         record(folder / "many", cell.program, cell.ranks, world=True)
     except RuntimeError as error:
@@ -251,7 +305,9 @@ def main(words: list[str]) -> None:
     print("| library | model | layout | corner | result | seen |")
     print("|---|---|---|---|---|---|")
     chosen = [
-        cell for cell in cells() if not words or any(x in cell.row for x in words)
+        cell
+        for cell in cells()
+        if not words or any(x in cell.row for x in words)
     ]
     for cell in chosen:
         with tempfile.TemporaryDirectory() as folder:

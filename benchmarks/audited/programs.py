@@ -69,7 +69,9 @@ def batch_of(step: int) -> Tensor:
     return torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=generator)
 
 
-def train(model: nn.Module, microbatches: int, dp: int = 1, dp_rank: int = 0) -> None:
+def train(
+    model: nn.Module, microbatches: int, dp: int = 1, dp_rank: int = 0
+) -> None:
     """Two steps with the model's own loss, divided by the microbatches as its documentation says."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for step in range(STEPS):
@@ -154,8 +156,12 @@ def trainer(
             report_to="none", save_strategy="no", use_cpu=True, remove_unused_columns=False,
             disable_tqdm=True, gradient_checkpointing=checkpointing, **fsdp,
         )  # fmt: skip
-        data = [row_of(0 if alike else index) for index in range(STEPS * BATCH)]
-        Ordered(model, arguments, train_dataset=data, data_collator=padded).train()
+        data = [
+            row_of(0 if alike else index) for index in range(STEPS * BATCH)
+        ]
+        Ordered(
+            model, arguments, train_dataset=data, data_collator=padded
+        ).train()
 
 
 class Ordered(transformers.Trainer):
@@ -234,4 +240,6 @@ def environment_of(rank: int, ranks: int) -> Iterator[tuple[str, str]]:
 def enter_world(folder: str, rank: int, ranks: int) -> None:
     os.environ.update(environment_of(rank, ranks))
     store = f"file://{folder}/store-{ranks}-{os.getppid()}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=ranks
+    )

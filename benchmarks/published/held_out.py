@@ -36,13 +36,21 @@ def shared(
     sizes = Counter(run.row.family for run in runs)
     weights = [1 / sizes[run.row.family] for run in runs]
     return fit(
-        base, runs, weights=weights, moves=80, met=met, each=each, physics=physics
+        base,
+        runs,
+        weights=weights,
+        moves=80,
+        met=met,
+        each=each,
+        physics=physics,
     )
 
 
 @uncollected()
 def hold_out(
-    published: Sequence[PublishedRun], families: Sequence[str], each: Each = map
+    published: Sequence[PublishedRun],
+    families: Sequence[str],
+    each: Each = map,
 ) -> dict[str, HeldOut]:
     """For each family the numbers of `default` as they are without it, and then with five rows."""
     met: dict[int, list[LongestPath]] = {}
@@ -66,6 +74,11 @@ def some(published: Sequence[PublishedRun]) -> list[PublishedRun]:
     for run in published:
         if run.counts and run.row.case is not None:
             kinds[
-                run.row.family, run.row.profile.name, run.row.device, run.row.case.dtype
+                run.row.family,
+                run.row.profile.name,
+                run.row.device,
+                run.row.case.dtype,
             ].append(run)
-    return [run for those in kinds.values() for run in spread_over(those, _ROWS)]
+    return [
+        run for those in kinds.values() for run in spread_over(those, _ROWS)
+    ]

@@ -28,7 +28,9 @@ FILES = Path(phalanx_lab.__file__).parent / "experiments"
 
 
 @pytest.fixture(autouse=True)
-def few_depths(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def few_depths(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Recomputation at all depths takes seconds, and is tried once."""
     if "[recompute-4]" not in request.node.name:
         monkeypatch.setattr(memory, "DEPTHS", (4, 16))
@@ -41,7 +43,11 @@ def trial(name: str, ranks: int) -> LabTrial:
 
 
 def failed(done: LabTrial) -> list[str]:
-    return [f"{claim.says} {claim.detail}" for claim in done.claims if not claim.holds]
+    return [
+        f"{claim.says} {claim.detail}"
+        for claim in done.claims
+        if not claim.holds
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -79,7 +85,9 @@ def nearly(calls: Sequence[Call]) -> None:
                     x *= 1.001
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "process-groups"])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "process-groups"]
+)
 def test_a_group_that_is_a_little_wrong_is_found_out(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +104,10 @@ MISTAKES = {
     "threads-data-parallel": (".mean(0)", ".sum(0)"),
     "sampler": ("chosen[lab.rank :: n]", "chosen[::n]"),
     "save-and-barrier": ("{str(i): w for", "{str(i): w + 1 for"),
-    "zero-1": ('padded(gradients, n), "average"', 'padded(gradients, n), "sum"'),
+    "zero-1": (
+        'padded(gradients, n), "average"',
+        'padded(gradients, n), "sum"',
+    ),
     "zero-2": ("reduce(gradient, owners[layer]", "reduce(gradient, owners[0]"),
     "zero-3": ("most = max(most, len(here))", "most = 9"),
     "hybrid-sharding": ('across.all_reduce(part, "average")', "pass"),
@@ -116,8 +127,14 @@ MISTAKES = {
         "ctx.group.send(gradients[0].contiguous()",
         "ctx.group.send(2 * gradients[0]",
     ),
-    "pipeline": ("loss_of(y.detach(), rows=self.size.batch)", "loss_of(y.detach())"),
-    "pipeline-async": ("[source].pop(0)", "[source].pop(-(source > self.lab.rank))"),
+    "pipeline": (
+        "loss_of(y.detach(), rows=self.size.batch)",
+        "loss_of(y.detach())",
+    ),
+    "pipeline-async": (
+        "[source].pop(0)",
+        "[source].pop(-(source > self.lab.rank))",
+    ),
     "one-f-one-b": (
         "min(ranks - rank, microbatches)",
         "min(1 + ranks - rank, microbatches)",
@@ -157,7 +174,9 @@ def test_a_mistake_in_an_experiment_is_found_by_its_check(
     before = dict(vars(module))
     try:
         exec(
-            compile(found.source.replace(right, wrong), f"{name}, mistaken", "exec"),
+            compile(
+                found.source.replace(right, wrong), f"{name}, mistaken", "exec"
+            ),
             vars(module),
         )
         try:
@@ -182,9 +201,13 @@ def code_lines(function: ast.FunctionDef) -> int:
     return sum(bool(line.strip()) for line in body)
 
 
-def test_every_public_function_of_a_file_is_an_experiment_or_used_by_one() -> None:
+def test_every_public_function_of_a_file_is_an_experiment_or_used_by_one() -> (
+    None
+):
     used = {
-        name for each in NAMES for name in re.findall(r"\w+", experiment(each).source)
+        name
+        for each in NAMES
+        for name in re.findall(r"\w+", experiment(each).source)
     }
     for path in sorted(FILES.glob("*.py")):
         functions = [
@@ -203,7 +226,10 @@ def test_every_experiment_has_a_story_and_shows_values_before_and_after(
     found, done = experiment(name), trial(name, 2)
     assert found.title.endswith(".")
     assert found.source.count(f"def {name.replace('-', '_')}(") == 1
-    assert len("".join([found.story, *(cell.prose for cell in found.cells)])) > 200
+    assert (
+        len("".join([found.story, *(cell.prose for cell in found.cells)]))
+        > 200
+    )
     used = {f"src/phalanx/{path}" for path in found.chapter.engine}
     assert used
     assert all((FILES.parents[3] / path).is_file() for path in used), used
@@ -224,7 +250,9 @@ def test_with_more_ranks_than_heads_ulysses_becomes_the_ring() -> None:
 
 
 def test_the_reasons_of_a_refusal_reach_whoever_asked() -> None:
-    with pytest.raises(LabError, match="batch 8 does not divide by 3; use --batch 6"):
+    with pytest.raises(
+        LabError, match="batch 8 does not divide by 3; use --batch 6"
+    ):
         list(conduct(["data-parallel"], SMALL, ranks=3))
     with pytest.raises(LabError, match="Did you mean 'zero-3'"):
         list(conduct(["zero-9"], SMALL))
@@ -232,9 +260,13 @@ def test_the_reasons_of_a_refusal_reach_whoever_asked() -> None:
         Size(width=0)
 
 
-def test_the_numbers_of_one_f_one_b_and_hybrid_sharding_are_the_known_ones() -> None:
+def test_the_numbers_of_one_f_one_b_and_hybrid_sharding_are_the_known_ones() -> (
+    None
+):
     steps = [
-        step for record in trial("one-f-one-b", 4).records for step in record.steps
+        step
+        for record in trial("one-f-one-b", 4).records
+        for step in record.steps
     ]
     notes = [note for step in steps for note in step.notes]
     assert notes == [
@@ -243,7 +275,9 @@ def test_the_numbers_of_one_f_one_b_and_hybrid_sharding_are_the_known_ones() -> 
     whole = 8 * SMALL.layers * SMALL.width**2
     inside, across = 3 * whole * 1 / 2, 2 * 1 / 2 * whole / 2
     steps = [
-        step for step in trial("hybrid-sharding", 4).records[0].steps if step.tables
+        step
+        for step in trial("hybrid-sharding", 4).records[0].steps
+        if step.tables
     ]
     ((_, _, rows),) = steps[0].tables
     assert [row[1] for row in rows] == [f"{inside:,.0f}", f"{across:,.0f}"]

@@ -53,16 +53,22 @@ class Reader(HTMLParser):
         self.tags: set[str] = set()
         self.words: list[str] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self, tag: str, attrs: list[tuple[str, str | None]]
+    ) -> None:
         self.tags.add(tag)
         said = dict(attrs)
         assert not [name for name in said if name.startswith("on")]
-        self.links += [said[name] or "" for name in ("href", "src") if name in said]
+        self.links += [
+            said[name] or "" for name in ("href", "src") if name in said
+        ]
         self.ids += [said["id"] or ""] if "id" in said else []
         if tag not in self.ALONE:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(
+        self, tag: str, attrs: list[tuple[str, str | None]]
+    ) -> None:
         self.tags.add(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -86,7 +92,9 @@ def with_false_claim(trial: LabTrial) -> LabTrial:
     return replace(trial, records=(replace(first, claims=claims), *others))
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(trials: list[LabTrial]) -> None:
+def test_the_page_is_one_file_that_asks_for_nothing(
+    trials: list[LabTrial],
+) -> None:
     reader = read(lab_page(trials))
     assert not reader.tags & {"script", "img", "iframe", "object", "embed"}
     # asked for by a click
@@ -94,9 +102,9 @@ def test_the_page_is_one_file_that_asks_for_nothing(trials: list[LabTrial]) -> N
     assert papers == {
         PAPERS[name] for t in trials for name in t.experiment.chapter.papers
     }
-    assert {link for link in reader.links if not link.startswith("#")} - papers == {
-        "data:,"
-    }
+    assert {
+        link for link in reader.links if not link.startswith("#")
+    } - papers == {"data:,"}
     assert reader.ids == ["contents", *NAMES, "strategies"]
     assert {link[1:] for link in reader.links if link.startswith("#")} == set(
         reader.ids
@@ -113,7 +121,8 @@ def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
         for line in trial.experiment.source.splitlines():
             assert line.strip() in words
         assert all(
-            re.sub("\n\n|`", "", cell.prose) in words for cell in trial.experiment.cells
+            re.sub("\n\n|`", "", cell.prose) in words
+            for cell in trial.experiment.cells
         )
         for title, steps in trial.steps():
             assert title in words
@@ -125,7 +134,10 @@ def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
 
 def test_what_is_told_cannot_become_a_tag(trials: list[LabTrial]) -> None:
     evil = '<script>alert("x")</script>'
-    cells = [Cell(evil, [f"x = '{evil}'"], 1), Cell(evil, [f"# {evil}"], 9, part=evil)]
+    cells = [
+        Cell(evil, [f"x = '{evil}'"], 1),
+        Cell(evil, [f"# {evil}"], 9, part=evil),
+    ]
     story = f"{evil}\n\n    {evil}"
     file = replace(trials[0].experiment, title=evil, story=story, cells=cells)
     record = replace(trials[0].records[0], claims=[Claim(evil, False, evil)])
@@ -165,7 +177,9 @@ def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_cl
         f"1 of {count + 1} claims fail",
         "  FAIL two is three (2, not 3)",
     ]
-    assert "FAIL two is three 2, not 3" in "".join(read(lab_page([wrong])).words)
+    assert "FAIL two is three 2, not 3" in "".join(
+        read(lab_page([wrong])).words
+    )
 
 
 def test_every_step_is_shown_below_the_code_that_recorded_it(
@@ -176,7 +190,9 @@ def test_every_step_is_shown_below_the_code_that_recorded_it(
         assert sorted(title for title, _ in shown) == sorted(
             title for title, _ in trial.steps()
         )
-        code = "\n".join(line for cell, _ in trial.blocks() for line in cell.lines)
+        code = "\n".join(
+            line for cell, _ in trial.blocks() for line in cell.lines
+        )
         assert code + "\n" == trial.experiment.source
     collectives = next(t for t in trials if t.experiment.name == "collectives")
     for cell, steps in collectives.blocks():
@@ -210,7 +226,10 @@ def test_a_run_prints_before_after_and_the_check_and_exits_with_0(
     assert "after" in out
     assert "claims hold" in out
     assert (
-        verb.run(["grid", "zero-1", *FLAGS, "--html", str(tmp_path / "lab.html")]) == 0
+        verb.run(
+            ["grid", "zero-1", *FLAGS, "--html", str(tmp_path / "lab.html")]
+        )
+        == 0
     )
     assert len(capsys.readouterr().out.splitlines()) == 2
     written = read((tmp_path / "lab.html").read_text())
@@ -247,7 +266,9 @@ def test_a_claim_that_fails_is_exit_code_1(
         ["data-parallel", "--ranks", "3", "--batch", "8", "--width", "16"],
     ],
 )
-def test_what_means_nothing_is_refused_with_a_sentence(argv: list[str]) -> None:
+def test_what_means_nothing_is_refused_with_a_sentence(
+    argv: list[str],
+) -> None:
     with pytest.raises((UsageError, LabError)) as refused:
         verb.run(argv)
     assert len(str(refused.value)) > 20

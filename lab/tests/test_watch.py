@@ -40,7 +40,9 @@ def test_one_process_is_the_model_of_the_house_trained_by_autograd() -> None:
     alone = one_process(SMALL)
     assert loss.item() == pytest.approx(alone.losses[0], rel=1e-14)
     for layer, gradient in zip(model.layers, alone.gradients, strict=True):
-        torch.testing.assert_close(layer.weight.grad, gradient, rtol=1e-12, atol=1e-18)
+        torch.testing.assert_close(
+            layer.weight.grad, gradient, rtol=1e-12, atol=1e-18
+        )
 
 
 def test_a_layers_backward_by_hand_is_autograds() -> None:
@@ -55,7 +57,9 @@ def test_a_layers_backward_by_hand_is_autograds() -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-14, atol=1e-15)
 
 
-def test_training_brings_the_loss_down_so_that_equal_weights_mean_something() -> None:
+def test_training_brings_the_loss_down_so_that_equal_weights_mean_something() -> (
+    None
+):
     losses = one_process(Size(8, 16, 4, 5)).losses
     assert losses[-1] < 0.5 * losses[0]
     assert (
@@ -64,7 +68,9 @@ def test_training_brings_the_loss_down_so_that_equal_weights_mean_something() ->
     )
 
 
-def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, float]:
+def every_collective(
+    world: World,
+) -> tuple[Counter[str], Counter[str], float, float]:
     lab = Lab(world, SMALL)
     group = lab.group
     n, rank = world.size, world.rank
@@ -79,10 +85,14 @@ def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, f
     group.reduce_scatter(x, big)
     group.all_to_all(torch.zeros_like(big), big)
     group.gather(
-        [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, x, root=2
+        [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None,
+        x,
+        root=2,
     )
     group.scatter(
-        x, [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, root=2
+        x,
+        [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None,
+        root=2,
     )
     group.barrier()
     group.send(x, to=(rank + 1) % n)
@@ -117,7 +127,9 @@ def test_bytes_are_those_of_sending_straight_to_whom_it_concerns() -> None:
         assert sent == sum(want.values())
         assert set(spans.values()) == {1}
         assert set(spans) == {*want, "barrier", "receive"}
-    assert sum(sent for _, _, sent, _ in results) == sum(came for *_, came in results)
+    assert sum(sent for _, _, sent, _ in results) == sum(
+        came for *_, came in results
+    )
 
 
 def test_bytes_held_are_those_of_living_tensors() -> None:
@@ -139,7 +151,9 @@ def test_bytes_held_are_those_of_living_tensors() -> None:
     assert [size for _, size in live.samples][:4] == [800, 1600, 800, 0]
 
 
-def test_a_value_shows_its_shape_first_numbers_and_the_hash_of_all_bytes() -> None:
+def test_a_value_shows_its_shape_first_numbers_and_the_hash_of_all_bytes() -> (
+    None
+):
     x = torch.arange(20, dtype=torch.float32).view(4, 5)
     digest = hashlib.blake2b(x.numpy().tobytes(), digest_size=4).hexdigest()
     value = value_of("x", x)
@@ -157,7 +171,9 @@ def test_numbers_far_apart_are_not_equal_and_a_nan_is_never() -> None:
     assert compared("", x, [1, 1, 1]).holds
     assert not compared("", x, [1, 1, 1 + 1e-6]).holds
     assert not compared("", x, [1, 1]).holds
-    assert not compared("", torch.tensor([1.0, float("nan")]), torch.ones(2)).holds
+    assert not compared(
+        "", torch.tensor([1.0, float("nan")]), torch.ones(2)
+    ).holds
     assert not compared("", [1.0], [float("nan")]).holds
     assert not compared("", [1e-300], [0.0]).holds
     assert compared("", [], []).holds
@@ -177,5 +193,7 @@ def test_under_a_tracer_ranks_become_threads() -> None:
     thread.start()
     thread.join()
     assert found[0] == "threads"
-    if sys.gettrace() is None:  # a debugger of this test's own traces every thread
+    if (
+        sys.gettrace() is None
+    ):  # a debugger of this test's own traces every thread
         assert found[1] == "gloo"

@@ -21,7 +21,9 @@ def on(host: str, *states: RankState) -> list[RankState]:
 
 
 def message(number: int, peer: int, nth: int, *, sends: bool) -> Made:
-    return Made(number, ("pp", (0, 1), 0), "8 float32", "3F0", peer, sends, nth)
+    return Made(
+        number, ("pp", (0, 1), 0), "8 float32", "3F0", peer, sends, nth
+    )
 
 
 def test_ranks_that_stand_in_the_same_call_blame_the_network_between_their_hosts() -> (
@@ -29,7 +31,9 @@ def test_ranks_that_stand_in_the_same_call_blame_the_network_between_their_hosts
 ):
     # Packets between two hosts are dropped: ranks 0 and 2 stand in the same call of three.
     first = [waiting(n, made(1, 0)) for n in range(2)]
-    found = diagnose([*on("alpha", *first), *on("beta", waiting(2, made(1, 0)))], 60.0)
+    found = diagnose(
+        [*on("alpha", *first), *on("beta", waiting(2, made(1, 0)))], 60.0
+    )
     assert found.hangs
     assert found.ranks == ()
     assert DIFFERENT not in found.text
@@ -37,7 +41,10 @@ def test_ranks_that_stand_in_the_same_call_blame_the_network_between_their_hosts
         "ranks 0-2 have all made all_reduce(sum) of 8 float32 on tp of 7F3"
         in found.text
     )
-    assert "between alpha (ranks 0-1), beta (rank 2): look at the network" in found.text
+    assert (
+        "between alpha (ranks 0-1), beta (rank 2): look at the network"
+        in found.text
+    )
 
 
 def test_a_rank_that_got_past_the_call_waits_elsewhere_and_the_network_is_blamed_still() -> (
@@ -52,11 +59,15 @@ def test_a_rank_that_got_past_the_call_waits_elsewhere_and_the_network_is_blamed
     assert "look at the network" in found.text
 
 
-def test_a_message_that_was_sent_and_does_not_come_blames_the_network() -> None:
+def test_a_message_that_was_sent_and_does_not_come_blames_the_network() -> (
+    None
+):
     receiver = replace(waiting(1, message(5, 0, 3, sends=False)), host="beta")
     back = Made(9, ("pp", (0, 1), 0), "8 float32", "2B0", 1, False, 0)
     sender = waiting(0, message(4, 1, 3, sends=True), back)
-    unsent = replace(receiver, calls=(*receiver.calls, message(4, 0, 0, sends=True)))
+    unsent = replace(
+        receiver, calls=(*receiver.calls, message(4, 0, 0, sends=True))
+    )
     found = diagnose([replace(sender, host="alpha"), unsent], 60.0)
     assert DIFFERENT not in found.text
     assert "no data passes between alpha (rank 0), beta (rank 1)" in found.text
@@ -79,11 +90,18 @@ def test_calls_that_differ_are_the_programs_fault_also_where_their_sizes_are_the
             for n, layer in enumerate(layers, 1)
         ]
 
-    agree = Made(9, ("everyone", (0, 1, 2), 0), "all_reduce", "A", -1, False, 0)
+    agree = Made(
+        9, ("everyone", (0, 1, 2), 0), "all_reduce", "A", -1, False, 0
+    )
     behind = waiting(2, *calls(3, 5, 6), agree)
-    found = diagnose([*(waiting(n, *calls(3, 4, 5, 6)) for n in (0, 1)), behind], 60.0)
+    found = diagnose(
+        [*(waiting(n, *calls(3, 4, 5, 6)) for n in (0, 1)), behind], 60.0
+    )
     assert DIFFERENT in found.text
-    assert "rank 2 has not made all_reduce(sum) of 8 float32 on tp of 6S" in found.text
+    assert (
+        "rank 2 has not made all_reduce(sum) of 8 float32 on tp of 6S"
+        in found.text
+    )
     assert "it waits in all_reduce on everyone" in found.text
     assert "the first that differs is call 2 of tp" in found.text
 
@@ -123,9 +141,9 @@ def test_a_run_is_not_ended_while_a_debugger_is_at_a_rank(state: str) -> None:
         "rank 1 is traced by gdb (process 12); the run is not ended while it is"
         in found.text
     )
-    assert diagnose([*others, replace(traced, state="S", traced="")], 60.0).ranks == (
-        1,
-    )
+    assert diagnose(
+        [*others, replace(traced, state="S", traced="")], 60.0
+    ).ranks == (1,)
 
 
 def test_a_single_rank_that_somebody_stopped_is_left_alone() -> None:
@@ -135,11 +153,11 @@ def test_a_single_rank_that_somebody_stopped_is_left_alone() -> None:
 def test_a_tracer_is_known_by_its_name() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1)
     # Attaches to the child as a debugger does, until its own input ends.
-    attach = (
-        f"import ctypes; assert not ctypes.CDLL(None).ptrace(0x4206, {child.pid}, 0, 0)"
-    )
+    attach = f"import ctypes; assert not ctypes.CDLL(None).ptrace(0x4206, {child.pid}, 0, 0)"
     code = f"{attach}; print(1, flush=True); input()"
-    tracer = subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1)
+    tracer = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=-1, stdout=-1
+    )
     assert tracer.stdout is not None
     assert tracer.stdout.readline() == b"1\n"
     assert f"(process {tracer.pid})" in tracer_of(child.pid)
@@ -151,7 +169,9 @@ def test_a_tracer_is_known_by_its_name() -> None:
 # ---- several hosts
 
 
-def test_a_missing_host_is_blamed_only_where_one_of_its_ranks_is_waited_for() -> None:
+def test_a_missing_host_is_blamed_only_where_one_of_its_ranks_is_waited_for() -> (
+    None
+):
     saves = rank(2, 100.0, phase="saving", op="", calls=(made(0, -1),))
     others = [waiting(n, made(1, 0), still=100.0) for n in (0, 1)]
     assert not diagnose([*others, saves], 60.0, missing=["b"]).hangs

@@ -20,7 +20,10 @@ GROUP = ("tp", (0, 1, 2), 0)
 
 
 def made(
-    number: int, nth: int, text: str = "all_reduce(sum) of 8 float32", op: str = "7F3"
+    number: int,
+    nth: int,
+    text: str = "all_reduce(sum) of 8 float32",
+    op: str = "7F3",
 ) -> Made:
     return Made(number, GROUP, text, op, -1, False, nth)
 
@@ -41,14 +44,17 @@ def waiting(number: int, *calls: Made, still: float = 61.0) -> RankState:
     return rank(number, still, waits=calls[-1].number, calls=calls)
 
 
-def test_the_rank_that_all_wait_for_is_named_with_the_call_it_should_be_in() -> None:
+def test_the_rank_that_all_wait_for_is_named_with_the_call_it_should_be_in() -> (
+    None
+):
     late = rank(
         2, phase="loading data", note="tokens.bin", op="", calls=(made(1, 0),), state="D",
         doing="waits for a disk or the kernel in read of /data/tokens.bin",
         stack=('File "batches.py", line 88 in rows',),
     )  # fmt: skip
     found = diagnose(
-        [waiting(0, made(1, 0), made(2, 1)), waiting(1, made(2, 1)), late], 60.0
+        [waiting(0, made(1, 0), made(2, 1)), waiting(1, made(2, 1)), late],
+        60.0,
     )
     assert found.hangs
     assert found.ranks == (2,)
@@ -70,14 +76,19 @@ def test_nothing_hangs_before_the_timeout_and_the_longest_operation_have_passed(
 ):
     late = rank(2, 60.1)
     assert not diagnose([waiting(0, made(1, 0)), late], 60.0).hangs
-    assert diagnose([waiting(0, made(1, 0)), replace(late, still=60.3)], 60.0).hangs
+    assert diagnose(
+        [waiting(0, made(1, 0)), replace(late, still=60.3)], 60.0
+    ).hangs
 
 
 @pytest.mark.parametrize(
     "phase", ["saving", "compiling", "starting", "reading a checkpoint"]
 )
 def test_who_saves_or_compiles_is_mentioned_and_left_alone(phase: str) -> None:
-    others = [waiting(0, made(1, 0), still=300.0), waiting(1, made(1, 0), still=300.0)]
+    others = [
+        waiting(0, made(1, 0), still=300.0),
+        waiting(1, made(1, 0), still=300.0),
+    ]
     found = diagnose([*others, rank(2, 300.0, phase=phase, op="")], 60.0)
     assert not found.hangs
     assert f"rank 2 has been {phase} for 300 s" in found.text
@@ -94,7 +105,9 @@ def test_a_rank_that_was_stopped_alone_is_told_at_once_and_all_of_them_are_left(
     assert "it has been stopped (SIGSTOP) for 4 s, at 7F3" in found.text
 
 
-def test_ranks_that_wait_for_each_other_are_told_the_first_call_that_differs() -> None:
+def test_ranks_that_wait_for_each_other_are_told_the_first_call_that_differs() -> (
+    None
+):
     barrier = made(2, 1, "barrier", "")
     sides = [waiting(n, made(1, 0), made(2, 1), made(3, 2)) for n in (0, 1)]
     found = diagnose([*sides, waiting(2, made(1, 0), barrier)], 60.0)
@@ -106,13 +119,18 @@ def test_ranks_that_wait_for_each_other_are_told_the_first_call_that_differs() -
 
 
 def test_a_rank_that_waits_for_its_gpu_waits_for_those_that_do_not() -> None:
-    found = diagnose([rank(0, waits=DEVICE), rank(1, waits=DEVICE), rank(2)], 60.0)
+    found = diagnose(
+        [rank(0, waits=DEVICE), rank(1, waits=DEVICE), rank(2)], 60.0
+    )
     assert found.ranks == (2,)
 
 
-def test_a_rank_that_has_ended_or_was_killed_is_named_when_others_wait_for_it() -> None:
+def test_a_rank_that_has_ended_or_was_killed_is_named_when_others_wait_for_it() -> (
+    None
+):
     found = diagnose(
-        [waiting(0, made(1, 0)), rank(1, state="X"), rank(2, phase="ended")], 60.0
+        [waiting(0, made(1, 0)), rank(1, state="X"), rank(2, phase="ended")],
+        60.0,
     )
     assert found.ranks == (1, 2)
     assert "its process 101 has ended" in found.text
@@ -138,7 +156,9 @@ def test_another_reader_sees_operations_calls_phases_and_the_stack() -> None:
     positions = Positions(5)
     try:
         reader = PositionReader(here(), positions.paths)
-        first = positions.texts(["0F0 (forward of embed, microbatch 0)", "1F0"])
+        first = positions.texts(
+            ["0F0 (forward of embed, microbatch 0)", "1F0"]
+        )
         group = positions.group("tp", [4, 5, 6])
         positions.words[STEP], positions.words[OP] = 7, first + 1
         before = reader.mark()
@@ -150,7 +170,13 @@ def test_another_reader_sees_operations_calls_phases_and_the_stack() -> None:
         assert (reader.operation, reader.phase) == ("1F0", "starting")
         assert reader.calls()[-2:] == [
             Made(
-                3, ("tp", (4, 5, 6), 0), "all_reduce of 4 float32", "1F0", -1, False, 2
+                3,
+                ("tp", (4, 5, 6), 0),
+                "all_reduce of 4 float32",
+                "1F0",
+                -1,
+                False,
+                2,
             ),
             Made(
                 message,
@@ -173,7 +199,8 @@ def test_another_reader_sees_operations_calls_phases_and_the_stack() -> None:
         # Python's handler prints the newest 100 threads, and other tests leave some behind.
         if threading.active_count() < 100:
             assert any(
-                "test_another_reader_sees" in frame for frame in reader.stack(begin)
+                "test_another_reader_sees" in frame
+                for frame in reader.stack(begin)
             )
         for _ in range(3000):  # more than are kept
             positions.call(group, text)
@@ -192,6 +219,7 @@ def test_what_is_no_memory_of_a_rank_is_refused(tmp_path: object) -> None:
         "/dev/zero",
     ):
         with pytest.raises(
-            OSError, match=re.compile("memory of a rank|No such file|not a file of")
+            OSError,
+            match=re.compile("memory of a rank|No such file|not a file of"),
         ):
             PositionReader(here(), [path, path])

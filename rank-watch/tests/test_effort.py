@@ -42,7 +42,9 @@ def still_after(
 ) -> tuple[float, bool]:
     """Seconds without progress after so many in a phase, and whether the run is then taken to hang.
     `work`: seconds computed, bytes moved and calls of the rank's own thread, after so many seconds."""
-    entry = RankProcess(0, os.getpid(), started_at(os.getpid()), tuple(positions.paths))
+    entry = RankProcess(
+        0, os.getpid(), started_at(os.getpid()), tuple(positions.paths)
+    )
     with positions.phase(phase):
         seen = WatchedRank(entry, "a")
         begun = seen.since
@@ -82,7 +84,10 @@ def own_bytes(t: float) -> tuple[float, int, int]:
 @pytest.mark.parametrize("phase", PAUSED)
 @pytest.mark.parametrize("work", [idle, heartbeats])
 def test_who_does_nothing_is_ended_after_30_times_the_timeout(
-    phase: str, work: Work, positions: Positions, monkeypatch: pytest.MonkeyPatch
+    phase: str,
+    work: Work,
+    positions: Positions,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most = PATIENCE * LIMIT
     assert still_after(positions, phase, most - 1, work, monkeypatch) == (
@@ -95,7 +100,10 @@ def test_who_does_nothing_is_ended_after_30_times_the_timeout(
 @pytest.mark.parametrize("phase", PAUSED)
 @pytest.mark.parametrize("work", [bytes_of_a_thread, own_bytes])
 def test_who_reads_or_writes_is_left_alone_for_ever(
-    phase: str, work: Work, positions: Positions, monkeypatch: pytest.MonkeyPatch
+    phase: str,
+    work: Work,
+    positions: Positions,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     still, hangs = still_after(
         positions, phase, 2 * COMPUTING * PATIENCE * LIMIT, work, monkeypatch
@@ -109,7 +117,10 @@ def test_who_only_computes_is_left_alone_for_long_and_not_for_ever(
     phase: str, positions: Positions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = COMPUTING * PATIENCE * LIMIT
-    assert still_after(positions, phase, most - 2, computing, monkeypatch)[0] < 10.0
+    assert (
+        still_after(positions, phase, most - 2, computing, monkeypatch)[0]
+        < 10.0
+    )
     much = most + PATIENCE * LIMIT + 10
     assert still_after(positions, phase, much, computing, monkeypatch)[1]
 
@@ -129,16 +140,24 @@ def test_outside_of_saves_only_some_work_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert phase in PHASES
-    assert still_after(positions, phase, 5 * LIMIT, work, monkeypatch)[1] == hangs
+    assert (
+        still_after(positions, phase, 5 * LIMIT, work, monkeypatch)[1] == hangs
+    )
     # Nothing is let compute or read for ever there.
-    assert still_after(positions, phase, 2 * PATIENCE * LIMIT, work, monkeypatch)[1]
+    assert still_after(
+        positions, phase, 2 * PATIENCE * LIMIT, work, monkeypatch
+    )[1]
 
 
 def test_who_waits_in_a_call_does_not_work(
     positions: Positions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    positions.words[WAITS] = 1  # as over shared memory, which costs processor time
-    still, _ = still_after(positions, "saving", 40 * LIMIT, computing, monkeypatch)
+    positions.words[WAITS] = (
+        1  # as over shared memory, which costs processor time
+    )
+    still, _ = still_after(
+        positions, "saving", 40 * LIMIT, computing, monkeypatch
+    )
     assert still == 40 * LIMIT
 
 
@@ -170,7 +189,9 @@ def test_a_real_deadlock_in_a_save_beats_and_does_not_work() -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    seen = WatchedRank(RankProcess(0, process.pid, started_at(process.pid), files), "a")
+    seen = WatchedRank(
+        RankProcess(0, process.pid, started_at(process.pid), files), "a"
+    )
     waits = threading.Event()
     beat = seen.beat
     while (
@@ -189,7 +210,9 @@ def test_a_real_deadlock_in_a_save_beats_and_does_not_work() -> None:
     process.communicate()
 
 
-def test_work_of_this_process_and_of_its_children_is_seen(tmp_path: Path) -> None:
+def test_work_of_this_process_and_of_its_children_is_seen(
+    tmp_path: Path,
+) -> None:
     effort = Effort(os.getpid(), 0.0)
     effort.thread = threading.get_native_id()
     effort.begin(0.0)

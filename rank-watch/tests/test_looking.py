@@ -101,7 +101,11 @@ def test_a_rank_that_the_kernel_confirms_is_seen_and_asked(
     ids=[str(place) for place in range(16)],
 )  # fmt: skip
 def test_a_number_that_is_no_rank_is_never_signalled(
-    tmp_path: Path, positions: Positions, signals: list[int], pid: Any, started: Any
+    tmp_path: Path,
+    positions: Positions,
+    signals: list[int],
+    pid: Any,
+    started: Any,
 ) -> None:
     hosted = hosted_in(tmp_path, entry_of(positions))
     table = json.loads(str(hosted))
@@ -136,13 +140,19 @@ def test_another_process_than_that_of_the_memory_is_never_signalled(
 
 def lookalike(*words: str) -> tuple[subprocess.Popen[str], RankProcess]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LOOKALIKE, *words], stdin=-1, stdout=-1, text=True
+        [sys.executable, "-c", LOOKALIKE, *words],
+        stdin=-1,
+        stdout=-1,
+        text=True,
     )
     assert process.stdout is not None
     files = [
-        f"/proc/{process.pid}/fd/{file}" for file in process.stdout.readline().split()
+        f"/proc/{process.pid}/fd/{file}"
+        for file in process.stdout.readline().split()
     ]
-    return process, RankProcess(0, process.pid, started_at(process.pid), tuple(files))
+    return process, RankProcess(
+        0, process.pid, started_at(process.pid), tuple(files)
+    )
 
 
 def test_a_process_that_does_not_answer_with_stacks_gets_no_signal(
@@ -155,7 +165,9 @@ def test_a_process_that_does_not_answer_with_stacks_gets_no_signal(
     assert process.returncode == 0  # the signal would have ended it
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root may become another user"
+)
 def test_who_looks_at_another_users_run_is_told_and_a_stranger_cannot_name_processes_of_root(
     tmp_path: Path, positions: Positions, signals: list[int]
 ) -> None:
@@ -164,7 +176,9 @@ def test_who_looks_at_another_users_run_is_told_and_a_stranger_cannot_name_proce
     file = tmp_path / FOLDER / hosted.name
     os.chown(file, 65534, 65534)
     seen = snapshot(tmp_path, 0.0)
-    assert [r.pid for r in seen.ranks] == [process.pid]  # and not the one of root
+    assert [r.pid for r in seen.ranks] == [
+        process.pid
+    ]  # and not the one of root
     assert any("belongs to user 65534" in notice for notice in seen.notices)
     os.chown(file, 0, 0)
     assert [r.pid for r in snapshot(tmp_path, 0.0).ranks] == [ME]
@@ -188,18 +202,30 @@ def test_memory_of_another_user_or_by_another_name_is_refused(
     for path in paths:
         with pytest.raises(OSError):
             PositionReader(
-                Process(ME, started_at(ME)), [path, *positions.paths[1:]], os.geteuid()
+                Process(ME, started_at(ME)),
+                [path, *positions.paths[1:]],
+                os.geteuid(),
             )
-    for wrong in ([], positions.paths[:1], [*positions.paths, positions.paths[0]]):
+    for wrong in (
+        [],
+        positions.paths[:1],
+        [*positions.paths, positions.paths[0]],
+    ):
         with pytest.raises(OSError):
             PositionReader(Process(ME, started_at(ME)), wrong)
     os.close(plain)
 
 
-def test_memory_that_shrinks_while_it_is_read_ends_nobody(positions: Positions) -> None:
-    reader = PositionReader(Process(ME, started_at(ME)), positions.paths, os.geteuid())
+def test_memory_that_shrinks_while_it_is_read_ends_nobody(
+    positions: Positions,
+) -> None:
+    reader = PositionReader(
+        Process(ME, started_at(ME)), positions.paths, os.geteuid()
+    )
     reader.calls()
-    copied = os.memfd_create("rank-watch-position-0")  # as the rank may do with its own
+    copied = os.memfd_create(
+        "rank-watch-position-0"
+    )  # as the rank may do with its own
     os.truncate(copied, 100)
     mine = int(positions.paths[0].rpartition("/")[2])
     kept = os.dup(mine)
@@ -230,7 +256,11 @@ def test_a_text_that_is_none_counts_as_empty_and_later_ones_keep_their_numbers(
     reader = written(positions, b'"first"', line, b'"last"')
     assert (reader.text(0), reader.text(2)) == ("first", "last")
     assert reader.text(1).isprintable()
-    assert (reader.text(-1), reader.text(3), reader.text(1 << 60)) == ("", "", "")
+    assert (reader.text(-1), reader.text(3), reader.text(1 << 60)) == (
+        "",
+        "",
+        "",
+    )
     assert not reader._groups
     for number in range(1, 20):
         positions.words[number] = -(1 << 63)
@@ -250,7 +280,9 @@ def test_groups_without_end_cost_no_time(positions: Positions) -> None:
 # ---- files
 
 
-def test_links_are_followed_nowhere(tmp_path: Path, positions: Positions) -> None:
+def test_links_are_followed_nowhere(
+    tmp_path: Path, positions: Positions
+) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     hosted = hosted_in(run, entry_of(positions), hosts=("a", "b"))
     other.mkdir()
@@ -285,7 +317,9 @@ def test_links_are_followed_nowhere(tmp_path: Path, positions: Positions) -> Non
     assert not (tmp_path / "ranks" / hosted.name).is_symlink()
 
 
-def test_what_is_no_plain_small_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_is_no_plain_small_file_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
     folder = RanksFolder(tmp_path)
     folder.make()
     at = tmp_path / FOLDER
@@ -318,7 +352,9 @@ HOSTILE: list[Any] = [
 ]  # fmt: skip
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(
+    value: Any, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[Any, ...]]:
     """Every place in a table: of each value, list and table in it."""
     yield path
     inner = dict(enumerate(value)) if isinstance(value, list) else value
@@ -347,16 +383,22 @@ def test_no_value_in_the_file_of_a_host_makes_looking_fail(
         for value in HOSTILE:
             file.write_text(json.dumps(with_value(table, path, value)))
             seen = snapshot(tmp_path, 0.0)
-            assert all(text.isprintable() for text in (*seen.elsewhere, *seen.notices))
+            assert all(
+                text.isprintable() for text in (*seen.elsewhere, *seen.notices)
+            )
             assert 0 <= seen.timeout <= 1e12
     file.write_text("[" * 1_000_000)
     assert not snapshot(tmp_path, 0.0).ranks
     assert set(signals) <= {ME}
 
 
-def test_no_value_in_the_answer_of_a_host_makes_looking_fail(tmp_path: Path) -> None:
+def test_no_value_in_the_answer_of_a_host_makes_looking_fail(
+    tmp_path: Path,
+) -> None:
     hosted_in(tmp_path, hosts=("a", "b"))
-    table = json.loads(json.dumps({"asked": 1 << 62, "start": "", **pack([STATE])}))
+    table = json.loads(
+        json.dumps({"asked": 1 << 62, "start": "", **pack([STATE])})
+    )
     answer = tmp_path / FOLDER / "b.answer.json"
     accepted = list[RankState]()
     for path in places(table):
@@ -366,10 +408,13 @@ def test_no_value_in_the_answer_of_a_host_makes_looking_fail(tmp_path: Path) -> 
     assert accepted
     for state in accepted:
         assert all(
-            text.isprintable() for text in (*state.lines, state.place, state.phase)
+            text.isprintable()
+            for text in (*state.lines, state.place, state.phase)
         )
     answer.write_text(
-        json.dumps(with_value(table, ("ranks", 0, "op"), "\x1b[2J\nrank 1 is you"))
+        json.dumps(
+            with_value(table, ("ranks", 0, "op"), "\x1b[2J\nrank 1 is you")
+        )
     )
     states, _ = ask_elsewhere(tmp_path, ["a"])
     shown = "\n".join(line for state in states for line in state.lines)
@@ -400,7 +445,9 @@ def test_what_a_rank_says_is_shown_on_one_line_and_printable(
     with positions.phase("saving", fake):
         assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert not [line for line in shown.splitlines() if line.startswith("the run hangs")]
+    assert not [
+        line for line in shown.splitlines() if line.startswith("the run hangs")
+    ]
     assert not set("\x1b\x07\r\u202e") & set(shown)
 
 
@@ -424,6 +471,8 @@ def test_a_process_that_has_ended_is_not_taken_for_a_later_one() -> None:
 def test_states_survive_the_way_to_another_host() -> None:
     states = [
         STATE,
-        replace(STATE, rank=8, held=2.0, traced="gdb (process 3)", output="a pipe"),
+        replace(
+            STATE, rank=8, held=2.0, traced="gdb (process 3)", output="a pipe"
+        ),
     ]
     assert unpack(json.loads(json.dumps(pack(states))), "b") == states

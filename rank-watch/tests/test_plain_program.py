@@ -60,16 +60,26 @@ def test_a_program_that_goes_on_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "cause"),
     [
-        ("loader", "rank 1 should be in reduce_scatter"),  # of FSDP2's backward
-        ("skipped", "all ranks wait for each other: they do not make the same calls"),
+        (
+            "loader",
+            "rank 1 should be in reduce_scatter",
+        ),  # of FSDP2's backward
+        (
+            "skipped",
+            "all ranks wait for each other: they do not make the same calls",
+        ),
         ("message", "rank 1 has not made recv [1] float32 from rank 1"),
     ],
 )
-def test_a_hang_is_explained_and_ended(tmp_path: Path, where: str, cause: str) -> None:
+def test_a_hang_is_explained_and_ended(
+    tmp_path: Path, where: str, cause: str
+) -> None:
     ends = run_two(tmp_path / "run", where)
     assert [code for code, _ in ends] == [SIGKILL, SIGKILL], ends
     told = (tmp_path / "run" / "hang.txt").read_text()
     assert cause in told
     assert "plain_program.py" in told  # a stack
-    (record,) = (tmp_path / "run" / "metrics.jsonl").read_text().split("\n")[1:-1]
+    (record,) = (
+        (tmp_path / "run" / "metrics.jsonl").read_text().split("\n")[1:-1]
+    )
     assert json.loads(record)["event"] == "hang"

@@ -155,13 +155,20 @@ def test_a_process_whose_output_nobody_reads_is_known(
     )
     until(write)
     if hidden:  # as by Yama on Ubuntu
-        monkeypatch.setattr(processes, "system_call_of", lambda pid, thread: ("", ()))
+        monkeypatch.setattr(
+            processes, "system_call_of", lambda pid, thread: ("", ())
+        )
     assert unread_output(process.pid) == stream
     assert process.stdout is not None
     if what in ("output", "thread"):
         process.stdout.read1(1 << 20)  # type: ignore[attr-defined]
         os.set_blocking(process.stdout.fileno(), False)
-        until(lambda: process.stdout.read() is None and not unread_output(process.pid))  # type: ignore[union-attr]
+        until(
+            lambda: (
+                process.stdout.read() is None
+                and not unread_output(process.pid)
+            )
+        )  # type: ignore[union-attr]
     process.kill()
     process.communicate()
 
@@ -183,7 +190,8 @@ def test_who_waits_for_somebody_to_read_its_output_is_mentioned_and_left_alone()
 
 
 def test_time_in_which_output_is_not_read_counts_for_no_operation(
-    sleeping: tuple[subprocess.Popen[str], RankProcess], monkeypatch: pytest.MonkeyPatch
+    sleeping: tuple[subprocess.Popen[str], RankProcess],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, entry = sleeping
     seen = WatchedRank(entry, "a")
@@ -207,7 +215,9 @@ def test_time_in_which_output_is_not_read_counts_for_no_operation(
 
 def test_a_position_is_left_as_it_was_by_a_watcher_that_was_killed() -> None:
     positions = Positions(0)
-    entry = RankProcess(0, os.getpid(), started_at(os.getpid()), tuple(positions.paths))
+    entry = RankProcess(
+        0, os.getpid(), started_at(os.getpid()), tuple(positions.paths)
+    )
     first = WatchedRank(entry, "a")
     begun = first.since
     positions.begin()

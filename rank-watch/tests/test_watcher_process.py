@@ -28,12 +28,16 @@ def positions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Positions]:
 
 
 def hosted_by(positions: Positions, out: Path) -> Hosted:
-    entry = RankProcess(0, os.getpid(), started_at(os.getpid()), tuple(positions.paths))
+    entry = RankProcess(
+        0, os.getpid(), started_at(os.getpid()), tuple(positions.paths)
+    )
     return Hosted("a", str(out), ("a",), 60.0, (entry,))
 
 
 @pytest.fixture
-def start(positions: Positions) -> Iterator[Callable[[Hosted], WatcherProcess]]:
+def start(
+    positions: Positions,
+) -> Iterator[Callable[[Hosted], WatcherProcess]]:
     """Starts a watcher. At the end of the test it is killed, whatever it was made to do."""
     started: list[WatcherProcess] = []
 
@@ -104,7 +108,9 @@ def test_a_watcher_that_is_killed_or_stopped_is_started_again(
 
 
 def test_signals_that_ask_a_run_to_save_leave_its_watcher(
-    tmp_path: Path, positions: Positions, start: Callable[[Hosted], WatcherProcess]
+    tmp_path: Path,
+    positions: Positions,
+    start: Callable[[Hosted], WatcherProcess],
 ) -> None:
     watcher = start(hosted_by(positions, tmp_path))
     looks_again(positions)
@@ -136,18 +142,24 @@ def test_a_watcher_that_cannot_be_started_is_mentioned_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     positions.watched = True
-    monkeypatch.setattr(watcher_process.sys, "executable", str(tmp_path / "nothing"))
+    monkeypatch.setattr(
+        watcher_process.sys, "executable", str(tmp_path / "nothing")
+    )
     watcher = start(hosted_by(positions, tmp_path))
     watcher._thread.join(30)
     assert not watcher._thread.is_alive()
     *tries, last = positions.notices
-    assert all("could not be started; it is started again" in text for text in tries)
+    assert all(
+        "could not be started; it is started again" in text for text in tries
+    )
     assert "hangs are not noticed" in last
     assert not positions.watched
 
 
 def test_a_watcher_of_ranks_that_it_cannot_see_says_so(
-    tmp_path: Path, positions: Positions, start: Callable[[Hosted], WatcherProcess]
+    tmp_path: Path,
+    positions: Positions,
+    start: Callable[[Hosted], WatcherProcess],
 ) -> None:
     entry = RankProcess(0, os.getpid(), 1, tuple(positions.paths))
     watcher = start(Hosted("a", str(tmp_path), ("a",), 60.0, (entry,)))
@@ -167,36 +179,52 @@ def homes(*machines: tuple[str, str]) -> list[RankHome]:
 
 
 def names(found: dict[str, list[RankProcess]]) -> dict[str, list[int]]:
-    return {name: [each.rank for each in ranks] for name, ranks in found.items()}
+    return {
+        name: [each.rank for each in ranks] for name, ranks in found.items()
+    }
 
 
-def test_hosts_are_those_whose_ranks_see_each_other_whatever_their_names() -> None:
+def test_hosts_are_those_whose_ranks_see_each_other_whatever_their_names() -> (
+    None
+):
     plain = homes(("a", "1"), ("a", "1"), ("b", "2"), ("b", "2"))
     together = [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert names(hosts_of(plain, together)) == {"a": [0, 1], "b": [2, 3]}
-    one_name = hosts_of(homes(("a", "1"), ("a", "1"), ("a", "2"), ("a", "2")), together)
+    one_name = hosts_of(
+        homes(("a", "1"), ("a", "1"), ("a", "2"), ("a", "2")), together
+    )
     assert list(names(one_name).values()) == [[0, 1], [2, 3]]
     assert all(name.startswith("a-") for name in one_name)
     # Of a snapshot of one machine, even the start of the machine is the same.
-    clones = hosts_of(homes(("a", "1"), ("a", "1"), ("a", "1"), ("a", "1")), together)
+    clones = hosts_of(
+        homes(("a", "1"), ("a", "1"), ("a", "1"), ("a", "1")), together
+    )
     assert list(names(clones).values()) == [[0, 1], [2, 3]]
     # Who sees in one direction only is on no common host.
     assert len(hosts_of(homes(("a", "1"), ("a", "1")), [[0, 1], [1]])) == 2
 
 
-def test_a_rank_is_seen_by_the_number_in_its_memory(positions: Positions) -> None:
+def test_a_rank_is_seen_by_the_number_in_its_memory(
+    positions: Positions,
+) -> None:
     positions.words[24] = 77
-    entry = RankProcess(1, os.getpid(), started_at(os.getpid()), tuple(positions.paths))
+    entry = RankProcess(
+        1, os.getpid(), started_at(os.getpid()), tuple(positions.paths)
+    )
     mine = RankHome("a", place(), RankProcess(0, 1, 1, ()), 1)
     assert mine.sees(RankHome("b", place(), entry, 77))
     assert not mine.sees(RankHome("b", place(), entry, 78))
     assert not mine.sees(RankHome("b", "elsewhere", entry, 77))
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", ".x", "", "a b", "\u00e4", "x" * 300])
+@pytest.mark.parametrize(
+    "name", ["a/b", "..", ".x", "", "a b", "\u00e4", "x" * 300]
+)
 def test_any_name_of_a_machine_is_the_name_of_a_host(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: name)
     made = machine_name()
-    assert Hosted.parse(str(Hosted(made, "out", (made,), 1.0, ()))).host == made
+    assert (
+        Hosted.parse(str(Hosted(made, "out", (made,), 1.0, ()))).host == made
+    )

@@ -54,7 +54,9 @@ _NAMES = {
     "layout": "Layout Run Shape",
     "train.loop": "train",
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+_HOMES = {
+    name: home for home, names in _NAMES.items() for name in names.split()
+}
 # These are packages too: `phalanx.plan` is one, and `phalanx.plan("8b")` what people want of it.
 _PACKAGES = ("draw", "plan", "train", "verify")
 __all__ = [*_HOMES]
@@ -92,7 +94,9 @@ class _CallablePackage(ModuleType):
     def __doc__(self) -> str:  # type: ignore[override]  # a module's own can be written
         from inspect import cleandoc
 
-        summary, _, rest = cleandoc(self._function.__doc__ or "").partition("\n\n")
+        summary, _, rest = cleandoc(self._function.__doc__ or "").partition(
+            "\n\n"
+        )
         parameters = "\n".join(f"    {line}," for line in self._parameters())
         call = f"{self.__name__}(\n{parameters}\n)"
         package = f"{self.__name__} is a package too: {vars(self)['__doc__']}"

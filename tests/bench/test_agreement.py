@@ -35,7 +35,9 @@ def both_ways(world: World, size: int, turns: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("size", [1 << 20, 16 << 20])
-def test_bus_bandwidth_is_that_of_a_straight_timing_of_the_same_call(size: int) -> None:
+def test_bus_bandwidth_is_that_of_a_straight_timing_of_the_same_call(
+    size: int,
+) -> None:
     with workers(2, backend="gloo", threads_per_rank=1) as run:
         run(both_ways, size, 5)
         ours, plain = run(both_ways, size, 60)[0]
@@ -54,5 +56,7 @@ def test_curves_predict_sizes_that_they_have_not_seen() -> None:
     for op in ops:
         mine = [s for s in found if s.op == op]
         curve = fit(mine[::2], "gloo")
-        off += [abs(curve.seconds(s.bytes) / s.seconds - 1) for s in mine[1::2]]
+        off += [
+            abs(curve.seconds(s.bytes) / s.seconds - 1) for s in mine[1::2]
+        ]
     assert statistics.median(off) < 0.25

@@ -22,16 +22,20 @@ def said(capsys: Capture, run: object, words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_collectives_as_table_json_and_picture(capsys: Capture, tmp_path: Path) -> None:
+def test_collectives_as_table_json_and_picture(
+    capsys: Capture, tmp_path: Path
+) -> None:
     picture = tmp_path / "c.svg"
-    words = (
-        "collectives --ranks 2 --backend threads --sizes 1K:4K --limit 0.01 --repeats 1"
+    words = "collectives --ranks 2 --backend threads --sizes 1K:4K --limit 0.01 --repeats 1"
+    out = said(
+        capsys, bench.run, f"{words} --ops all_reduce,send --out {picture}"
     )
-    out = said(capsys, bench.run, f"{words} --ops all_reduce,send --out {picture}")
     assert out.count("right") == 4
     assert "fitted" in out
     ET.fromstring(picture.read_text())
-    told = json.loads(said(capsys, bench.run, f"{words} --ops all_gather --json"))
+    told = json.loads(
+        said(capsys, bench.run, f"{words} --ops all_gather --json")
+    )
     assert [s["op"] for s in told["samples"]] == ["all_gather"] * 2
     assert told["curves"][0]["op"] == "all_gather"
 
@@ -43,22 +47,33 @@ def test_products_steps_and_overlap(capsys: Capture, tmp_path: Path) -> None:
     assert out.count("square") == 2
     assert "unsynchronised" in out
     ET.fromstring(picture.read_text())
-    assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["products"]) == 8
+    assert (
+        len(json.loads(said(capsys, bench.run, f"{words} --json"))["products"])
+        == 8
+    )
     words = "mfu --device cpu --layers 2 --width 16 --model tiny --seq 8 --limit 0.05"
     assert "forward x 3" in said(capsys, bench.run, words)
     assert (
-        len(json.loads(said(capsys, bench.run, f"{words} --json"))["iterations"]) == 2
+        len(
+            json.loads(said(capsys, bench.run, f"{words} --json"))[
+                "iterations"
+            ]
+        )
+        == 2
     )
     words = "overlap --device cpu --size 16 --copy 4K --backend threads --limit 0.05"
     assert "copying thread" in said(capsys, bench.run, words)
-    assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["overlaps"]) == 2
-
-
-def test_a_machine_file_is_written_and_read(capsys: Capture, tmp_path: Path) -> None:
-    place = tmp_path / "machine.toml"
-    words = (
-        f"--device cpu --out {place} --limit 2 --ranks 4 --backend threads --model tiny"
+    assert (
+        len(json.loads(said(capsys, bench.run, f"{words} --json"))["overlaps"])
+        == 2
     )
+
+
+def test_a_machine_file_is_written_and_read(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    place = tmp_path / "machine.toml"
+    words = f"--device cpu --out {place} --limit 2 --ranks 4 --backend threads --model tiny"
     out = said(capsys, doctor.run, words)
     assert f"wrote {place}" in out
     machine = Machine.load(place)
@@ -66,7 +81,11 @@ def test_a_machine_file_is_written_and_read(capsys: Capture, tmp_path: Path) -> 
     assert machine.host == ""
     assert machine.cores >= 1
     # Worlds of 2 and of 4, and in that of 4 also every other rank.
-    assert {(c.ranks, c.apart) for c in machine.curves} == {(2, 1), (4, 1), (2, 2)}
+    assert {(c.ranks, c.apart) for c in machine.curves} == {
+        (2, 1),
+        (4, 1),
+        (2, 2),
+    }
     assert len(machine.curves) == 3 * 9
     assert {c.backend for c in machine.curves} == {"threads"}
     assert machine.memory_bandwidth > 0
@@ -102,9 +121,12 @@ def test_doctor_tells_this_machine_and_the_catalogue(
     picture = tmp_path / "h.svg"
     out = said(capsys, doctor.run, f"hierarchy h100 --out {picture}")
     assert all(
-        word in out for word in ("registers", "L1 / shared", "L2", "HBM3", "NVLink 4")
+        word in out
+        for word in ("registers", "L1 / shared", "L2", "HBM3", "NVLink 4")
     )
-    assert "3352 GB/s" in "".join(ET.fromstring(picture.read_text()).itertext())
+    assert "3352 GB/s" in "".join(
+        ET.fromstring(picture.read_text()).itertext()
+    )
 
 
 def test_everything_of_the_catalogue_is_also_json(capsys: Capture) -> None:
@@ -152,6 +174,8 @@ def test_what_means_nothing_is_refused_with_a_sentence(words: str) -> None:
     verb, *argv = words.split()
     from phalanx.cli.usage import UsageError
 
-    with pytest.raises((UsageError, NumberError, MachineError, CommMisuse)) as told:
+    with pytest.raises(
+        (UsageError, NumberError, MachineError, CommMisuse)
+    ) as told:
         {"bench": bench.run, "doctor": doctor.run}[verb](argv)
     assert BAD[words] in str(told.value)

@@ -56,7 +56,9 @@ def test_works_are_read_in_turn(pretend: Pretend) -> None:
     assert [t.median for t in found] == pytest.approx([0.1, 0.2, 0.3])
 
 
-def test_what_is_long_is_read_once_and_not_warmed_up_again(pretend: Pretend) -> None:
+def test_what_is_long_is_read_once_and_not_warmed_up_again(
+    pretend: Pretend,
+) -> None:
     done: list[float] = []
     (timing,) = Clock().measure(
         pretend.work(30.0, done), repeats=7, warm_up=3, limit=5.0

@@ -7,7 +7,13 @@ from functools import partial
 import pytest
 import torch
 
-from phalanx.bench import OPERATIONS, Sample, Sweep, fit_all, measure_collectives
+from phalanx.bench import (
+    OPERATIONS,
+    Sample,
+    Sweep,
+    fit_all,
+    measure_collectives,
+)
 from phalanx.bench.collectives import grouped
 from phalanx.cli.bench import collectives_text
 from phalanx.cli.bench_chart import curves_svg
@@ -26,7 +32,9 @@ def test_every_operation_is_right_over_threads(ranks: int) -> None:
         QUICK(EVERY, (1, 6000), ((ranks, 1),)),
         backend="threads",
     )
-    assert all(each == found[0] for each in found), "every rank is told the same"
+    assert all(each == found[0] for each in found), (
+        "every rank is told the same"
+    )
     assert [s.op for s in found[0]] == [*EVERY, *EVERY]
     for s in found[0]:
         assert s.correct
@@ -40,7 +48,8 @@ def test_every_operation_is_right_over_threads(ranks: int) -> None:
 def test_every_dtype_is_checked_exactly(dtype: str) -> None:
     ask = QUICK(EVERY, (4096,), ((4, 1),), dtype)
     assert all(
-        s.correct for s in launch(measure_collectives, 4, ask, backend="threads")[0]
+        s.correct
+        for s in launch(measure_collectives, 4, ask, backend="threads")[0]
     )
 
 
@@ -49,7 +58,12 @@ def test_every_operation_is_right_over_gloo_and_in_groups() -> None:
     with workers(4, backend="gloo", threads_per_rank=1) as run:
         found: list[Sample] = run(measure_collectives, ask)[0]
     assert all(s.correct for s in found)
-    assert {(s.ranks, s.apart) for s in found} == {(4, 1), (2, 1), (2, 2), (3, 1)}
+    assert {(s.ranks, s.apart) for s in found} == {
+        (4, 1),
+        (2, 1),
+        (2, 2),
+        (3, 1),
+    }
 
 
 def test_groups_part_the_world_and_who_is_left_is_alone() -> None:
@@ -74,7 +88,9 @@ def broken(world: World, kind: str) -> list[Sample]:
 
         world.__dict__["_split_of"] = world._split
 
-        def split(name: str, groups: list[tuple[int, ...]], flows: object) -> object:
+        def split(
+            name: str, groups: list[tuple[int, ...]], flows: object
+        ) -> object:
             group = world.__dict__["_split_of"](name, groups, flows)
             if name != "bench":
                 group._begin = partial(spoiled, group)
@@ -97,7 +113,9 @@ def broken(world: World, kind: str) -> list[Sample]:
         ("receive", {"send"}),
     ],
 )
-def test_one_wrong_number_on_one_rank_is_seen_by_all(kind: str, hit: set[str]) -> None:
+def test_one_wrong_number_on_one_rank_is_seen_by_all(
+    kind: str, hit: set[str]
+) -> None:
     for found in launch(broken, 2, kind, backend="threads"):
         assert {s.op for s in found if not s.correct} == hit
     assert "WRONG" in collectives_text(found, "threads", ())
@@ -132,7 +150,9 @@ def test_the_picture_is_well_formed_and_shows_every_point() -> None:
         backend="threads",
     )[0]
     curves = fit_all(found, "threads")
-    root = ET.fromstring(curves_svg(curves, samples=found, backend="threads <1 & 2>"))
+    root = ET.fromstring(
+        curves_svg(curves, samples=found, backend="threads <1 & 2>")
+    )
     # A small chart each, with the other's curve faint behind it.
     assert len(root.findall(".//{*}polyline")) == 4
     shown = [tip.text or "" for tip in root.findall(".//{*}circle/{*}title")]

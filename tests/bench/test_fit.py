@@ -13,13 +13,25 @@ from phalanx.plan import Curve
 SIZES = [1 << i for i in range(10, 27)]
 
 
-def samples(curve: Curve, sizes: list[int] = SIZES, noise: float = 0.0) -> list[Sample]:
+def samples(
+    curve: Curve, sizes: list[int] = SIZES, noise: float = 0.0
+) -> list[Sample]:
     draw = random.Random(0)
     found = []
     for size in sizes:
         time = curve.seconds(size) * (1 + noise * draw.uniform(-1, 1))
         found.append(
-            Sample(curve.op, curve.ranks, curve.apart, size, time, time, time, 1, True)
+            Sample(
+                curve.op,
+                curve.ranks,
+                curve.apart,
+                size,
+                time,
+                time,
+                time,
+                1,
+                True,
+            )
         )
     return found
 
@@ -27,7 +39,14 @@ def samples(curve: Curve, sizes: list[int] = SIZES, noise: float = 0.0) -> list[
 def curve(op: str, ranks: int, form: str, **more: float) -> Curve:
     known = {"latency": 2e-5, "bandwidth": 3e9} | more
     return Curve(
-        op, "gloo", ranks, form, error=0.0, least=SIZES[0], most=SIZES[-1], **known
+        op,
+        "gloo",
+        ranks,
+        form,
+        error=0.0,
+        least=SIZES[0],
+        most=SIZES[-1],
+        **known,
     )  # type: ignore[arg-type]
 
 
@@ -65,7 +84,10 @@ def test_a_bend_is_found_where_bandwidth_changes_and_nowhere_else() -> None:
     found = fit(samples(bent, noise=0.02), "gloo")
     assert (1 << 18) <= found.bend <= (1 << 22)
     assert found.beyond == pytest.approx(3e8, rel=0.15)
-    assert fit(samples(curve("all_gather", 2, "ring"), noise=0.1), "gloo").bend == 0
+    assert (
+        fit(samples(curve("all_gather", 2, "ring"), noise=0.1), "gloo").bend
+        == 0
+    )
 
 
 def test_unseen_sizes_are_predicted() -> None:
@@ -74,12 +96,16 @@ def test_unseen_sizes_are_predicted() -> None:
         curve("all_reduce", 2, "ring", bend=1 << 20, beyond=3e8),
     ):
         found = fit(samples(known, SIZES[::2], noise=0.2), "gloo")
-        off = [abs(found.seconds(n) / known.seconds(n) - 1) for n in SIZES[1::2]]
+        off = [
+            abs(found.seconds(n) / known.seconds(n) - 1) for n in SIZES[1::2]
+        ]
         assert statistics.median(off) < 0.15
 
 
 def test_flat_and_few_times_still_give_a_finite_curve() -> None:
-    flat = [Sample("send", 2, 1, n, 1e-4, 1e-4, 1e-4, 1, True) for n in SIZES[:6]]
+    flat = [
+        Sample("send", 2, 1, n, 1e-4, 1e-4, 1e-4, 1, True) for n in SIZES[:6]
+    ]
     found = fit(flat, "gloo")
     assert found.seconds(SIZES[0]) == pytest.approx(1e-4, rel=0.15)
     assert found.seconds(SIZES[-1]) > found.seconds(SIZES[0])

@@ -7,7 +7,14 @@ import torch
 from hand_model import HandModel
 from phalanx.models import Decoder
 
-SIZES = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": 61}
+SIZES = {
+    "layers": 2,
+    "hidden": 24,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 40,
+    "vocab": 61,
+}
 
 
 def test_a_hand_written_model_has_the_decoder_s_loss_and_gradients() -> None:
@@ -25,5 +32,9 @@ def test_a_hand_written_model_has_the_decoder_s_loss_and_gradients() -> None:
         loss.backward()
     wanted = {name: weight.grad for name, weight in ours.named_parameters()}
     for name, weight in by_hand.named_parameters():
-        torch.testing.assert_close(weight.grad, wanted[name], rtol=1e-5, atol=1e-7)
-    assert not any("phalanx" in type(module).__module__ for module in by_hand.modules())
+        torch.testing.assert_close(
+            weight.grad, wanted[name], rtol=1e-5, atol=1e-7
+        )
+    assert not any(
+        "phalanx" in type(module).__module__ for module in by_hand.modules()
+    )

@@ -68,7 +68,10 @@ def test_every_product_that_fits_is_measured_and_told() -> None:
 def test_what_memory_or_time_does_not_allow_is_left_out_and_said() -> None:
     huge = [MatrixProduct("square", "fp32", 1 << 20, 1 << 20, 1 << 20)]
     assert list(measure_products(CPU, huge)) == []
-    assert list(measure_products(CPU, square_products(["fp32"], [16]), limit=0.0)) == []
+    assert (
+        list(measure_products(CPU, square_products(["fp32"], [16]), limit=0.0))
+        == []
+    )
     assert "1 of 1 matmuls were skipped" in products_summary([], CPU, 1)
 
 
@@ -77,11 +80,15 @@ def test_the_products_of_a_decoder_are_its_weights() -> None:
     wide = {p.name: p.n * p.k for p in decoder_products(shape, 10, ["bf16"])}
     a_block = wide["8b q"] + 2 * wide["8b k, v"] + wide["8b attention out"]
     a_block += 2 * wide["8b gate, up"] + wide["8b down"]
-    assert a_block == shape.rows[1].numel - 2 * shape.hidden  # without its two norms
+    assert (
+        a_block == shape.rows[1].numel - 2 * shape.hidden
+    )  # without its two norms
 
 
 def test_more_than_all_of_a_peak_shows_that_the_peak_is_wrong() -> None:
-    fast = MatrixProduct("square", "bf16", 8192, 8192, 8192, seconds=1e-3, claimed=1e-5)
+    fast = MatrixProduct(
+        "square", "bf16", 8192, 8192, 8192, seconds=1e-3, claimed=1e-5
+    )
     assert (
         "111% of the catalogue's peak (above 100 %: the catalogue's peak is wrong)"
         in products_summary([fast], H100, 1)
@@ -91,11 +98,17 @@ def test_more_than_all_of_a_peak_shows_that_the_peak_is_wrong() -> None:
     assert "the peak is wrong" in iterations_text([step], H100, 800e12)
 
 
-def test_an_unknown_device_is_called_unknown_and_its_peak_is_not_guessed() -> None:
-    unknown = LocalDevice("Abacus 9000", "cuda", 1, 16, 1 << 30, 1 << 30, None, ())
+def test_an_unknown_device_is_called_unknown_and_its_peak_is_not_guessed() -> (
+    None
+):
+    unknown = LocalDevice(
+        "Abacus 9000", "cuda", 1, 16, 1 << 30, 1 << 30, None, ()
+    )
     assert unknown.peak("bf16") == 0.0
     assert "Abacus 9000 is not in the catalogue" in unknown.known()
-    product = MatrixProduct("square", "bf16", 64, 64, 64, seconds=1e-3, claimed=1e-5)
+    product = MatrixProduct(
+        "square", "bf16", 64, 64, 64, seconds=1e-3, claimed=1e-5
+    )
     assert "unknown" in product_line(product, unknown, [product])
     assert "peak unknown" in products_summary([product], unknown, 1)
     step = Iteration("step", "bf16", 1e12, 1e12, 0.5, 0.1, 3)
@@ -113,7 +126,9 @@ def test_the_published_reference_reads_as_published() -> None:
 
 
 def test_a_block_s_flops_are_those_torch_counts() -> None:
-    shape = Shape("small", 1, 64, heads=4, kv_heads=2, ffn=96, vocab=8, sequence=32)
+    shape = Shape(
+        "small", 1, 64, heads=4, kv_heads=2, ffn=96, vocab=8, sequence=32
+    )
     found = measure_block(CPU, shape, 2, 32, "fp32", limit=0.01)
     x = torch.randn(2, 32, 64)
     plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
@@ -142,18 +157,23 @@ def test_overlap_tells_the_part_of_the_shorter_that_is_hidden() -> None:
 
 
 def test_copies_and_messages_are_measured_beside_products() -> None:
-    (copy,) = measure_copies(CPU, size=32, copied=1 << 16, dtype="fp32", limit=0.05)
+    (copy,) = measure_copies(
+        CPU, size=32, copied=1 << 16, dtype="fp32", limit=0.05
+    )
     (message,) = launch(
         measure_messages, 2, 32, 1 << 12, "fp32", 0.05, backend="threads"
     )[0]
     for x in (copy, message):
         assert min(x.first, x.second, x.after, x.together) > 0
-        assert x.as_hidden().part == pytest.approx(min(1.0, x.hidden), abs=1e-4)
+        assert x.as_hidden().part == pytest.approx(
+            min(1.0, x.hidden), abs=1e-4
+        )
 
 
 def test_memory_is_read_and_written() -> None:
     stores = {
-        s.name: s.bandwidth for s in measure_stores(CPU, size=1 << 20, limit=0.05)
+        s.name: s.bandwidth
+        for s in measure_stores(CPU, size=1 << 20, limit=0.05)
     }
     assert list(stores) == ["copy", "read", "write"]
     assert min(stores.values()) > 0
@@ -177,7 +197,14 @@ def test_a_gpu_is_measured_alike() -> None:
     products = square_products(["bf16", "fp16", "tf32", "fp32"], [256])
     assert len(list(measure_products(gpu, products, repeats=1))) == 4
     assert (
-        len(measure_copies(gpu, size=256, copied=1 << 20, dtype="bf16", limit=1.0)) == 2
+        len(
+            measure_copies(
+                gpu, size=256, copied=1 << 20, dtype="bf16", limit=1.0
+            )
+        )
+        == 2
     )
     assert len(measure_stores(gpu, size=1 << 20, limit=1.0)) == 6
-    assert measure_mlp(gpu, WideMlp(2, 256, 256), "bf16", limit=1.0).seconds > 0
+    assert (
+        measure_mlp(gpu, WideMlp(2, 256, 256), "bf16", limit=1.0).seconds > 0
+    )

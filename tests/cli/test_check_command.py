@@ -15,7 +15,9 @@ from phalanx.layout import Layout, Shape, legal
 Capture = pytest.CaptureFixture[str]
 
 
-def test_all_reasons_and_the_nearest_that_fit_are_named(capsys: Capture) -> None:
+def test_all_reasons_and_the_nearest_that_fit_are_named(
+    capsys: Capture,
+) -> None:
     assert main(["check", "dp2 pp3 tp3 1f1b:80", "--model", "tiny"]) == 1
     out = capsys.readouterr().out
     for reason in (
@@ -38,7 +40,9 @@ def test_json_of_an_illegal_layout_lists_rules(capsys: Capture) -> None:
 
 
 def test_a_legal_layout_says_what_its_ranks_hold(capsys: Capture) -> None:
-    assert main(["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b", "--json"]) == 0
+    assert (
+        main(["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b", "--json"]) == 0
+    )
     args = json.loads(capsys.readouterr().out)
     shape = Shape.load("8b")
     assert (args["ranks"], args["parameters"]) == (16, shape.total)
@@ -47,10 +51,14 @@ def test_a_legal_layout_says_what_its_ranks_hold(capsys: Capture) -> None:
     assert sorted(p for s in args["stages"] for p in s["pieces"]) == list(
         range(shape.pieces)
     )
-    assert sorted(r for s in args["stages"] for r in s["ranks"]) == list(range(16))
+    assert sorted(r for s in args["stages"] for r in s["ranks"]) == list(
+        range(16)
+    )
     assert main(["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b"]) == 0
     out = capsys.readouterr().out
-    assert "its program is complete and cannot deadlock" in " ".join(out.split())
+    assert "its program is complete and cannot deadlock" in " ".join(
+        out.split()
+    )
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -59,7 +67,12 @@ def test_the_fullest_rank_holds_what_a_plan_says_and_what_adam_needs_of_its_weig
 ) -> None:
     asked = ["--model", "8b", "--json", "--seq", "8192"]
     layout = "dp2 pp4 tp2 1f1b:8"
-    assert main(["check", layout, *asked, "--batch", "16", "--cluster", "h100x64"]) == 0
+    assert (
+        main(
+            ["check", layout, *asked, "--batch", "16", "--cluster", "h100x64"]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     plan = [
         "plan",
@@ -76,7 +89,11 @@ def test_the_fullest_rank_holds_what_a_plan_says_and_what_adam_needs_of_its_weig
         assert told[key] == explained[key]
     assert told["fits"]
     assert told["device_gb"] == 80 * 2**30 / 1e9
-    assert told["memory_range_gb"][0] < told["memory_gb"] < told["memory_range_gb"][1]
+    assert (
+        told["memory_range_gb"][0]
+        < told["memory_gb"]
+        < told["memory_range_gb"][1]
+    )
     # Eight blocks and the embedding are on stage 0, cut over tp2; norms are on both of its ranks.
     kinds, shape = told["memory_by_kind_gb"], Shape.load("8b")
     cut = sum(shape.rows[piece].numel for piece in range(9)) / 2 / 1e9
@@ -85,7 +102,9 @@ def test_the_fullest_rank_holds_what_a_plan_says_and_what_adam_needs_of_its_weig
     assert kinds["optimizer"] == pytest.approx(12 * cut, rel=1e-4)
 
 
-def test_a_layout_that_is_legal_may_not_fit_in_a_device(capsys: Capture) -> None:
+def test_a_layout_that_is_legal_may_not_fit_in_a_device(
+    capsys: Capture,
+) -> None:
     asked = ["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b", "--batch", "16"]
     assert main(asked) == 0
     told = capsys.readouterr().out
@@ -93,15 +112,19 @@ def test_a_layout_that_is_legal_may_not_fit_in_a_device(capsys: Capture) -> None
     assert "fit" not in told
     assert main([*asked, "--device", "h100"]) == 0
     assert (
-        "It fits on h100-sxmx16, which has 85.9 GB: 48.6 to " in capsys.readouterr().out
+        "It fits on h100-sxmx16, which has 85.9 GB: 48.6 to "
+        in capsys.readouterr().out
     )
     assert main([*asked, "--device", "rtx-4090"]) == 1
     assert (
-        "It does not fit on rtx-4090x16, which has 25.8 GB" in capsys.readouterr().out
+        "It does not fit on rtx-4090x16, which has 25.8 GB"
+        in capsys.readouterr().out
     )
     assert main([*asked, "--device", "h100", "--cluster", "h100x16"]) == 2
     assert main([*asked, "--cluster", "h100x8"]) == 2
-    assert "16 ranks do not fit: h100x8 has 8 devices" in capsys.readouterr().err
+    assert (
+        "16 ranks do not fit: h100x8 has 8 devices" in capsys.readouterr().err
+    )
 
 
 def test_zero3_over_several_microbatches_names_the_lower_stage_that_fits(
@@ -109,7 +132,14 @@ def test_zero3_over_several_microbatches_names_the_lower_stage_that_fits(
 ) -> None:
     """8b holds 2 bytes of weights for each parameter, so ZeRO-2 fits in 80 GiB; 4 of gradients, and
     ZeRO-1 does not."""
-    asked = ["check", "dp64 zero3 accum:8 bf16", "--model", "8b", "--batch", "512"]
+    asked = [
+        "check",
+        "dp64 zero3 accum:8 bf16",
+        "--model",
+        "8b",
+        "--batch",
+        "512",
+    ]
     assert main([*asked, "--device", "h100"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert (
@@ -149,7 +179,8 @@ def test_zero3_over_several_microbatches_names_the_lower_stage_that_fits(
 
 
 @pytest.mark.parametrize(
-    ("memory", "words"), [(47e9, "does not fit"), (50e9, "may not fit"), (60e9, "fits")]
+    ("memory", "words"),
+    [(47e9, "does not fit"), (50e9, "may not fit"), (60e9, "fits")],
 )
 def test_only_what_no_allocator_could_hold_is_refused(
     memory: float, words: str
@@ -157,24 +188,34 @@ def test_only_what_no_allocator_could_hold_is_refused(
     assert verdict(48.8e9, 58.2e9, memory) == words
 
 
-def test_a_tied_weight_is_counted_on_both_stages_that_hold_it(capsys: Capture) -> None:
+def test_a_tied_weight_is_counted_on_both_stages_that_hold_it(
+    capsys: Capture,
+) -> None:
     assert main(["check", "pp2 1f1b:2", "--model", "124m", "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
     shape = Shape.load("124m")
     assert shape.tied
-    assert sum(s["parameters"] for s in stages) == shape.total + shape.rows[0].numel
+    assert (
+        sum(s["parameters"] for s in stages)
+        == shape.total + shape.rows[0].numel
+    )
 
 
 def test_zero3_holds_few_gathered_units(capsys: Capture) -> None:
     assert main(["check", "dp4 zero3", "--model", "tiny", "--json"]) == 0
     stage = json.loads(capsys.readouterr().out)["stages"][0]
     assert stage["gathered_units"] == 2  # the one in use, and the next
-    assert main(["check", "dp4 zero3 prefetch:2", "--model", "tiny", "--json"]) == 0
+    assert (
+        main(["check", "dp4 zero3 prefetch:2", "--model", "tiny", "--json"])
+        == 0
+    )
     stage = json.loads(capsys.readouterr().out)["stages"][0]
     assert stage["gathered_units"] == 3
 
 
-def test_a_program_file_is_checked_too(capsys: Capture, tmp_path: Path) -> None:
+def test_a_program_file_is_checked_too(
+    capsys: Capture, tmp_path: Path
+) -> None:
     place = tmp_path / "step.txt"
     assert (
         main(
@@ -201,7 +242,9 @@ def test_a_program_file_is_checked_too(capsys: Capture, tmp_path: Path) -> None:
     assert "1F1<0" in capsys.readouterr().err
 
 
-def test_any_number_of_ranks_is_estimated_where_nobody_named_a_cluster() -> None:
+def test_any_number_of_ranks_is_estimated_where_nobody_named_a_cluster() -> (
+    None
+):
     for ranks in (*range(1, 71), 97, 127, 251):
         checked = check(f"dp{ranks}", "tiny", batch=2 * ranks)
         assert checked.figures["ranks"] == ranks
@@ -215,7 +258,16 @@ def test_any_number_of_ranks_is_estimated_where_nobody_named_a_cluster() -> None
 def test_a_cluster_that_was_named_and_has_no_such_size_is_refused(
     capsys: Capture,
 ) -> None:
-    argv = ["check", "dp12", "--model", "tiny", "--batch", "24", "--cluster", "h100x12"]
+    argv = [
+        "check",
+        "dp12",
+        "--model",
+        "tiny",
+        "--batch",
+        "24",
+        "--cluster",
+        "h100x12",
+    ]
     assert main(argv) == 2
     assert "12 do not fill levels of 8" in capsys.readouterr().err
 

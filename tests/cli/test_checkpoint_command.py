@@ -30,7 +30,9 @@ def source(request: pytest.FixtureRequest, run_folder: Path) -> Path:
     return run_folder / request.param
 
 
-def _said(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, object]:
+def _said(
+    capsys: pytest.CaptureFixture[str], *argv: object
+) -> dict[str, object]:
     capsys.readouterr()
     assert checkpoint_verb.run([*map(str, argv), "--json"]) == 0
     found: dict[str, object] = json.loads(capsys.readouterr().out)
@@ -42,8 +44,14 @@ def test_a_run_its_saves_and_one_save_are_all_shown(
 ) -> None:
     shown = _said(capsys, "show", source)
     newest = run_folder / "checkpoints" / "step-00000004"
-    older = [] if source == newest else [str(newest.with_name("step-00000002"))]
-    assert (shown["path"], shown["step"], shown["older"]) == (str(newest), 4, older)
+    older = (
+        [] if source == newest else [str(newest.with_name("step-00000002"))]
+    )
+    assert (shown["path"], shown["step"], shown["older"]) == (
+        str(newest),
+        4,
+        older,
+    )
 
 
 def test_a_run_its_saves_and_one_save_are_all_verified(
@@ -61,16 +69,22 @@ def test_a_run_its_saves_and_one_save_are_all_exported_and_a_run_begins_with_the
 ) -> None:
     _said(capsys, "export", source, "--to", tmp_path / "hub")
     assert (
-        json.loads((tmp_path / "hub" / "config.json").read_text())["hidden_size"] == 16
+        json.loads((tmp_path / "hub" / "config.json").read_text())[
+            "hidden_size"
+        ]
+        == 16
     )
     second = tmp_path / "second"
     _said(capsys, "import", tmp_path / "hub", "--out", second)
     assert _said(capsys, "show", second)["step"] == 0
     assert train_verb.run([*SMALL, f"out={second}", "steps=1"]) == 0
     resumed = [
-        json.loads(x) for x in (second / "metrics.jsonl").read_text().splitlines()
+        json.loads(x)
+        for x in (second / "metrics.jsonl").read_text().splitlines()
     ]
-    assert "step-00000000" in next(r["text"] for r in resumed if r["event"] == "resume")
+    assert "step-00000000" in next(
+        r["text"] for r in resumed if r["event"] == "resume"
+    )
 
 
 def test_a_damaged_save_of_a_run_is_named(

@@ -410,7 +410,9 @@ def _socket(path: Path) -> None:
 
 def _name(row: tuple[list[str], tuple[str, ...]]) -> str:
     return ascii(
-        " ".join(word if len(word) < 50 else word[:47] + "..." for word in row[0])
+        " ".join(
+            word if len(word) < 50 else word[:47] + "..." for word in row[0]
+        )
     )
 
 
@@ -448,7 +450,9 @@ def test_a_mistake_is_one_sentence_with_the_place_and_a_way_out(
     assert len(args.err) < 16_000
 
 
-def test_all_arguments_that_are_wrong_are_refused_at_once(capsys: Capture) -> None:
+def test_all_arguments_that_are_wrong_are_refused_at_once(
+    capsys: Capture,
+) -> None:
     argv = [
         "bench",
         "matmul",
@@ -481,7 +485,9 @@ def test_all_arguments_that_are_wrong_are_refused_at_once(capsys: Capture) -> No
 
 def _run(*argv: str, **more: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "phalanx", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, **more
+    )  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -544,7 +550,9 @@ def test_torchrun_starts_the_package_as_a_module(tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     (start,) = [r for r in map(json.loads, lines) if r["event"] == "start"]
     assert (start["ranks"], start["layout"]) == (2, "dp2")
-    assert [r["step"] for r in map(json.loads, lines) if r["event"] == "step"] == [1, 2]
+    assert [
+        r["step"] for r in map(json.loads, lines) if r["event"] == "step"
+    ] == [1, 2]
 
 
 def _manifest(tensors: int, parts: int, dims: int = 1, seed: int = 0) -> str:
@@ -569,7 +577,9 @@ def _manifest(tensors: int, parts: int, dims: int = 1, seed: int = 0) -> str:
     )
 
 
-def test_a_manifest_of_many_parts_is_read(tmp_path: Path, capsys: Capture) -> None:
+def test_a_manifest_of_many_parts_is_read(
+    tmp_path: Path, capsys: Capture
+) -> None:
     """All pairs of parts are compared at once: one after another they outlast this test's minute."""
     (tmp_path / "manifest.json").write_text(text := _manifest(40, 1024))
     assert len(text) > 2.5e6
@@ -593,7 +603,9 @@ def test_what_a_manifest_names_cannot_steer_the_terminal(
     assert r"\x1b]0;owned" in shown.out
 
 
-def test_a_tensor_of_nine_dims_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_tensor_of_nine_dims_is_refused(
+    tmp_path: Path, capsys: Capture
+) -> None:
     (tmp_path / "manifest.json").write_text(_manifest(1, 2, dims=9))
     assert main(["checkpoint", "show", str(tmp_path)]) == 2
     assert "has 9 dims; the maximum is 8" in capsys.readouterr().err
@@ -665,7 +677,9 @@ def test_the_prose_of_help_is_as_wide_as_the_terminal(
     assert main([verb, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     # An example is indented, and stands on one line so that it can be copied.
-    assert not [line for line in lines if len(line) > 60 and not line.startswith("  ")]
+    assert not [
+        line for line in lines if len(line) > 60 and not line.startswith("  ")
+    ]
 
 
 def test_the_package_runs_as_a_module_with_the_command_s_exit_codes(
@@ -682,13 +696,17 @@ def test_the_package_runs_as_a_module_with_the_command_s_exit_codes(
         _is_clean(done.stderr)
 
 
-def test_standard_output_that_is_full_or_closed_is_no_traceback(folder: Path) -> None:
+def test_standard_output_that_is_full_or_closed_is_no_traceback(
+    folder: Path,
+) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "phalanx", "draw", "1f1b"],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
         )  # fmt: skip
-    args = "phalanx: cannot write to standard output: No space left on device.\n"
+    args = (
+        "phalanx: cannot write to standard output: No space left on device.\n"
+    )
     assert (done.returncode, done.stderr) == (1, args)
     script = '"$0" -m phalanx draw 1f1b >&-'
     closed = subprocess.run(
@@ -697,7 +715,9 @@ def test_standard_output_that_is_full_or_closed_is_no_traceback(folder: Path) ->
     assert (closed.returncode, closed.stdout, closed.stderr) == (0, b"", b"")
 
 
-def test_a_reader_of_a_run_s_lines_may_stop_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_reader_of_a_run_s_lines_may_stop_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
     words = [
         "train", "model={layers=1,hidden=16,heads=2,ffn=16,vocab=256}", "batch=2", "sequence=8",
         "steps=4", "validation.batches=0", f"out={tmp_path / 'run'}", "--ranks", "1",
@@ -713,7 +733,9 @@ def test_a_reader_of_a_run_s_lines_may_stop_and_the_run_goes_on(tmp_path: Path) 
         assert running.stderr.read() == b""
         assert running.wait(120) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [r["step"] for r in map(json.loads, lines) if r["event"] == "step"] == [
+    assert [
+        r["step"] for r in map(json.loads, lines) if r["event"] == "step"
+    ] == [
         1,
         2,
         3,
@@ -721,7 +743,9 @@ def test_a_reader_of_a_run_s_lines_may_stop_and_the_run_goes_on(tmp_path: Path) 
     ]
 
 
-def test_a_run_replaces_a_link_in_place_of_its_run_file(tmp_path: Path) -> None:
+def test_a_run_replaces_a_link_in_place_of_its_run_file(
+    tmp_path: Path,
+) -> None:
     from phalanx.layout.files import write_text
 
     other = tmp_path / "other"
@@ -734,8 +758,15 @@ def test_a_run_replaces_a_link_in_place_of_its_run_file(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "run.toml"]
 
 
-def test_names_of_published_models_are_known_in_any_case(capsys: Capture) -> None:
-    for name in ("8B", "llama3-8b", "Llama-3-8B", "meta-llama/Llama-3.1-8B-Instruct"):
+def test_names_of_published_models_are_known_in_any_case(
+    capsys: Capture,
+) -> None:
+    for name in (
+        "8B",
+        "llama3-8b",
+        "Llama-3-8B",
+        "meta-llama/Llama-3.1-8B-Instruct",
+    ):
         assert main(["check", "dp2", "--model", name]) == 0
         assert "is legal for 8b" in capsys.readouterr().out
 
@@ -743,7 +774,9 @@ def test_names_of_published_models_are_known_in_any_case(capsys: Capture) -> Non
 @pytest.mark.parametrize(
     "scale", [[], ["x", 1], [0, 1], [-1.0, 1], [1.0, -1], [1e300, 1], "x", 3]
 )
-def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(scale: object) -> None:
+def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(
+    scale: object,
+) -> None:
     from phalanx.train.checkpoint_format import CheckpointError, Manifest
 
     text = str(Manifest(1, state={"loss_scale": scale}))
@@ -752,4 +785,6 @@ def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(scale: object) -
     ):
         Manifest.parse(text, Path("here"))
     good = str(Manifest(1, state={"loss_scale": [65536.0, 3]}))
-    assert Manifest.parse(good, Path("here")).state == {"loss_scale": [65536.0, 3]}
+    assert Manifest.parse(good, Path("here")).state == {
+        "loss_scale": [65536.0, 3]
+    }

@@ -53,7 +53,9 @@ def test_words_are_those_that_the_parser_takes(
 def test_every_command_has_options_to_complete() -> None:
     assert candidates([""]) == sorted(VERBS)
     for verb in VERBS:
-        assert {"--help", "--quiet", "--verbose"} <= set(candidates([verb, "--"]))
+        assert {"--help", "--quiet", "--verbose"} <= set(
+            candidates([verb, "--"])
+        )
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

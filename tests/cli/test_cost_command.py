@@ -12,7 +12,9 @@ from phalanx.cost import forward_flops
 from phalanx.layout import Shape
 
 Capture = pytest.CaptureFixture[str]
-STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+STRANGER = (
+    str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +37,9 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ["--model", "mlp"],
     ],
 )
-def test_the_table_fits_eighty_columns(argv: list[str], capsys: Capture) -> None:
+def test_the_table_fits_eighty_columns(
+    argv: list[str], capsys: Capture
+) -> None:
     assert main(["cost", *argv]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
@@ -60,11 +64,14 @@ def test_json_holds_every_operation(capsys: Capture) -> None:
     numbers = [n for kind in args["pieces"] for n in kind["pieces"]]
     assert numbers == list(range(shape.pieces))
     found = sum(
-        len(k["pieces"]) * k["operations"]["F"]["flops_full"] for k in args["pieces"]
+        len(k["pieces"]) * k["operations"]["F"]["flops_full"]
+        for k in args["pieces"]
     )
     assert 2 * found == sum(op.full for op in forward_flops(shape, 3, 16))
     assert {
-        m["axis"] for k in args["pieces"] for m in k["operations"]["B"]["messages"]
+        m["axis"]
+        for k in args["pieces"]
+        for m in k["operations"]["B"]["messages"]
     } == {"tp"}
 
 

@@ -22,15 +22,29 @@ def figures(capsys: Capture, *words: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("p, m", [(1, 1), (2, 2), (4, 1), (4, 4), (4, 8), (6, 16)])
+@pytest.mark.parametrize(
+    "p, m", [(1, 1), (2, 2), (4, 1), (4, 4), (4, 8), (6, 16)]
+)
 def test_the_bubble_is_that_of_the_textbook(
     capsys: Capture, name: str, p: int, m: int
 ) -> None:
     # Huang et al. 2019, Narayanan et al. 2019: (P - 1) / (m + P - 1).
     f = figures(
-        capsys, name, "--stages", str(p), "--microbatches", str(m), "--costs", "F=1,B=2"
+        capsys,
+        name,
+        "--stages",
+        str(p),
+        "--microbatches",
+        str(m),
+        "--costs",
+        "F=1,B=2",
     )
-    assert (f["stages"], f["microbatches"], f["chunks"], f["steps"]) == (p, m, 1, 1)
+    assert (f["stages"], f["microbatches"], f["chunks"], f["steps"]) == (
+        p,
+        m,
+        1,
+        1,
+    )
     assert f["makespan"] == pytest.approx(3 * (m + p - 1))
     assert f["ideal"] == pytest.approx(3 * m)
     assert f["bubble_fraction"] == pytest.approx((p - 1) / (m + p - 1))
@@ -71,15 +85,26 @@ def test_zb_h1_exceeds_the_ideal_by_p_minus_1_and_h2_gains_over_steps_unless_cli
     assert h2["notes"] == []
 
 
-def test_searched_loses_to_nothing_under_the_same_limit(capsys: Capture) -> None:
-    words = ["--stages", "4", "--microbatches", "6", "--costs", "F=1,I=1,W=1,send=0.1"]
+def test_searched_loses_to_nothing_under_the_same_limit(
+    capsys: Capture,
+) -> None:
+    words = [
+        "--stages",
+        "4",
+        "--microbatches",
+        "6",
+        "--costs",
+        "F=1,I=1,W=1,send=0.1",
+    ]
     found = figures(capsys, "searched", *words, "--memory-limit", "4")
     assert max(found["peak_held"]) <= 4  # type: ignore[call-overload]
     for name in ("1f1b", "zb-h1"):
         assert found["makespan"] <= figures(capsys, name, *words)["makespan"]  # type: ignore[operator]
 
 
-def test_recompute_to_fit_recomputes_more_on_earlier_stages(capsys: Capture) -> None:
+def test_recompute_to_fit_recomputes_more_on_earlier_stages(
+    capsys: Capture,
+) -> None:
     words = [
         "1f1b",
         "--stages",
@@ -102,7 +127,9 @@ def test_a_layout_is_drawn_from_its_model_and_zero3_shows_its_gathers(
     capsys: Capture,
 ) -> None:
     costs = ["--costs", "F=1,B=2,G=0.5,S=0.5"]
-    assert main(["draw", "dp2 pp2 zero3 1f1b:4", "--model", "tiny", *costs]) == 0
+    assert (
+        main(["draw", "dp2 pp2 zero3 1f1b:4", "--model", "tiny", *costs]) == 0
+    )
     out = capsys.readouterr().out
     assert out.startswith("dp2 pp2 zero3 1f1b:4 on tiny\n")
     assert "  gather" in out
@@ -113,8 +140,12 @@ def test_a_layout_is_drawn_from_its_model_and_zero3_shows_its_gathers(
 @pytest.mark.parametrize("name", ["naive", "accum"])
 def test_one_at_a_time_is_drawn_too(capsys: Capture, name: str) -> None:
     f = figures(capsys, name, "--microbatches", "3")
-    assert (f["stages"], f["microbatches"]) == ((4, 1) if name == "naive" else (1, 3))
-    assert f["bubble_fraction"] == pytest.approx(0.75 if name == "naive" else 0)
+    assert (f["stages"], f["microbatches"]) == (
+        (4, 1) if name == "naive" else (1, 3)
+    )
+    assert f["bubble_fraction"] == pytest.approx(
+        0.75 if name == "naive" else 0
+    )
 
 
 def test_output_that_is_no_terminal_has_no_colour(capsys: Capture) -> None:
@@ -126,7 +157,15 @@ def test_a_program_goes_out_as_text_and_comes_back_as_the_same_picture(
     capsys: Capture, tmp_path: Path
 ) -> None:
     place = str(tmp_path / "step.txt")
-    words = ["interleaved", "--stages", "2", "--microbatches", "4", "--chunks", "2"]
+    words = [
+        "interleaved",
+        "--stages",
+        "2",
+        "--microbatches",
+        "4",
+        "--chunks",
+        "2",
+    ]
     before = figures(capsys, *words, "--out", place)
     after = figures(capsys, "program", place)
     assert {k: v for k, v in after.items() if k != "title"} == {
@@ -137,7 +176,9 @@ def test_a_program_goes_out_as_text_and_comes_back_as_the_same_picture(
 def test_the_suffix_names_the_format(capsys: Capture, tmp_path: Path) -> None:
     for suffix in ("svg", "html", "json", "txt"):
         place = tmp_path / f"step.{suffix}"
-        assert main(["draw", "1f1b", "--stages", "2", "--out", str(place)]) == 0
+        assert (
+            main(["draw", "1f1b", "--stages", "2", "--out", str(place)]) == 0
+        )
         assert f"wrote {place}" in capsys.readouterr().out
     xml.parse(tmp_path / "step.svg")
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -154,7 +195,9 @@ def test_somebodys_own_schedule_is_drawn_from_its_file(
         "def lazy(stages, microbatches, chunks):\n"
         "    return [[Op(k, r, m) for m in range(microbatches) for k in 'FB'] for r in range(stages)]\n"
     )
-    f = figures(capsys, f"{place}:lazy", "--stages", "2", "--microbatches", "2")
+    f = figures(
+        capsys, f"{place}:lazy", "--stages", "2", "--microbatches", "2"
+    )
     assert f["makespan"] == pytest.approx(2 * 2 * 3)
 
 
@@ -170,22 +213,33 @@ def test_the_table_of_recomputation_is_what_the_literature_says(
         assert (
             lines[f"every={c}"]["peak"] == c + 16 / c - 1
         )  # the last segment's input is a piece's
-    assert min(line["peak"] for line in lines.values()) == lines["sqrt"]["peak"] == 7
+    assert (
+        min(line["peak"] for line in lines.values())
+        == lines["sqrt"]["peak"]
+        == 7
+    )
     assert main(["draw", "recompute", "--layers", "16"]) == 0
-    assert re.search(r"sqrt +12 +60 +1\.250 +7 +4 +3\n", capsys.readouterr().out)
+    assert re.search(
+        r"sqrt +12 +60 +1\.250 +7 +4 +3\n", capsys.readouterr().out
+    )
 
 
 def test_a_mesh_is_drawn_and_its_json_names_each_ranks_part(
     capsys: Capture, tmp_path: Path
 ) -> None:
-    f = figures(capsys, "mesh", "dp2", "tp2", "zero3", "--weight", "heads=8 embed=4")
+    f = figures(
+        capsys, "mesh", "dp2", "tp2", "zero3", "--weight", "heads=8 embed=4"
+    )
     assert f["groups"] == {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]}
     ranks = f["ranks"]
     assert isinstance(ranks, list)
     assert [(r["part"]["heads"], r["shard"]) for r in ranks] == [
         ([0, 4], [0, 8]), ([4, 8], [0, 8]), ([0, 4], [8, 16]), ([4, 8], [8, 16])
     ]  # fmt: skip
-    assert main(["draw", "mesh", "dp2 tp2", "--out", str(tmp_path / "m.svg")]) == 0
+    assert (
+        main(["draw", "mesh", "dp2 tp2", "--out", str(tmp_path / "m.svg")])
+        == 0
+    )
     xml.parse(tmp_path / "m.svg")
     capsys.readouterr()
     assert main(["draw", "mesh", "dp2 pp2 tp2"]) == 0

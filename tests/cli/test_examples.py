@@ -41,29 +41,42 @@ def test_a_stranger_s_model_agrees_with_one_process_over_every_axis(
     argv: list[str],
 ) -> None:
     model = f"{STRANGER}:Stranger"
-    assert main(["verify", "--model", model, "--steps", "2", "--layouts", *argv]) == 0
+    assert (
+        main(["verify", "--model", model, "--steps", "2", "--layouts", *argv])
+        == 0
+    )
 
 
 def test_a_stranger_s_weight_without_a_rule_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "short.py"
-    file.write_text(STRANGER.read_text().replace("blocks.*.mlp.up.bias : ffn\n", ""))
+    file.write_text(
+        STRANGER.read_text().replace("blocks.*.mlp.up.bias : ffn\n", "")
+    )
     model = load_model(f"{file}:Stranger")
     with pytest.raises(
-        LayoutError, match=r"no rule names the parameter blocks\.0\.mlp\.up\.bias"
+        LayoutError,
+        match=r"no rule names the parameter blocks\.0\.mlp\.up\.bias",
     ):
         model.rules.dims("blocks.0.mlp.up.bias", 1)
-    assert main(["verify", "--model", f"{file}:Stranger", "--layouts", "tp2"]) in (1, 2)
+    assert main(
+        ["verify", "--model", f"{file}:Stranger", "--layouts", "tp2"]
+    ) in (1, 2)
     args = capsys.readouterr()
-    assert "no rule names the parameter blocks.0.mlp.up.bias" in args.out + args.err
+    assert (
+        "no rule names the parameter blocks.0.mlp.up.bias"
+        in args.out + args.err
+    )
 
 
 def test_a_stranger_s_loss_that_is_a_mean_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mean.py"
-    file.write_text(STRANGER.read_text().replace('reduction="sum"', 'reduction="mean"'))
+    file.write_text(
+        STRANGER.read_text().replace('reduction="sum"', 'reduction="mean"')
+    )
     assert (
         main(
             [
@@ -81,13 +94,18 @@ def test_a_stranger_s_loss_that_is_a_mean_is_found(
     assert "it is not a sum over the tokens" in capsys.readouterr().err
 
 
-def test_the_example_schedule_hides_messages_and_holds_more_than_1f1b() -> None:
+def test_the_example_schedule_hides_messages_and_holds_more_than_1f1b() -> (
+    None
+):
     slow = Costs({"F": 1, "B": 2, "send": 0.5})
     for stages in range(2, 6):
-        plain, early = (schedule(name, stages, 2 * stages) for name in ("1f1b", EARLY))
+        plain, early = (
+            schedule(name, stages, 2 * stages) for name in ("1f1b", EARLY)
+        )
         assert simulate(early).makespan == simulate(plain).makespan
         layouts = [
-            Layout.parse(f"pp{stages} {name}:{2 * stages}") for name in ("1f1b", EARLY)
+            Layout.parse(f"pp{stages} {name}:{2 * stages}")
+            for name in ("1f1b", EARLY)
         ]
         times = [_time(layout, slow) for layout in layouts]
         assert times[1] < times[0]
@@ -127,7 +145,9 @@ def test_the_pages_quote_the_examples_as_they_are() -> None:
 def _shown(page: Path) -> list[tuple[str, list[str]]]:
     """The commands of a page's console blocks, each with the lines it is args to print."""
     found: list[tuple[str, list[str]]] = []
-    for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
+    for block in re.findall(
+        r"^```console\n(.*?)^```", page.read_text(), re.M | re.S
+    ):
         for line in block.splitlines():
             if line.startswith("$ "):
                 found.append((line[2:], []))
@@ -145,13 +165,17 @@ def folder(tmp_path: Path) -> Path:
     program = tmp_path / ".venv" / "bin" / "phalanx"
     program.parent.mkdir(parents=True)
     code = "import sys; from phalanx.cli.main import main; sys.exit(main())"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}" "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -c "{code}" "$@"\n'
+    )
     program.chmod(0o755)
     return tmp_path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_what_a_page_shows_is_what_its_commands_print(page: Path, folder: Path) -> None:
+def test_what_a_page_shows_is_what_its_commands_print(
+    page: Path, folder: Path
+) -> None:
     checked = 0
     for command, lines in _shown(page):
         if not _SAME.match(command):
@@ -179,7 +203,11 @@ def _fits(told: list[str], printed: list[str]) -> bool:
     if not told:
         return not printed
     if told[0] != "...":
-        return bool(printed) and told[0] == printed[0] and _fits(told[1:], printed[1:])
+        return (
+            bool(printed)
+            and told[0] == printed[0]
+            and _fits(told[1:], printed[1:])
+        )
     return any(_fits(told[1:], printed[i:]) for i in range(len(printed) + 1))
 
 
@@ -190,9 +218,14 @@ def test_lines_left_out_are_told_from_lines_that_differ() -> None:
     assert not _fits(["a"], ["a", "b"])
 
 
-def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path: Path) -> None:
+def test_the_picture_of_the_readme_is_what_its_command_draws(
+    tmp_path: Path,
+) -> None:
     text = (ROOT / "README.md").read_text()
     command = next(re.finditer(r"phalanx (draw .*?) --out step\.svg", text))[1]
     out = tmp_path / "step.svg"
     assert main([*command.split(), "--out", str(out)]) == 0
-    assert out.read_text() == (ROOT / "docs" / "pictures" / "step.svg").read_text()
+    assert (
+        out.read_text()
+        == (ROOT / "docs" / "pictures" / "step.svg").read_text()
+    )

@@ -18,14 +18,20 @@ from phalanx.cli.first_process import early_requests
 from phalanx.cli.main import main
 
 EARLY = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-SMALL = ["model={layers=1,hidden=16,heads=2,ffn=24,vocab=256}", "batch=2", "sequence=8"]
+SMALL = [
+    "model={layers=1,hidden=16,heads=2,ffn=24,vocab=256}",
+    "batch=2",
+    "sequence=8",
+]
 CODE = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.fixture
 def default_signals() -> Iterator[None]:
     """Whoever started the tests may ignore some of the signals."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in EARLY}
+    before = {
+        number: signal.signal(number, signal.SIG_DFL) for number in EARLY
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -58,7 +64,9 @@ def test_ranks_of_a_launcher_keep_the_answer_that_ends_them_at_once() -> None:
     """They wait in calls of C++, in which no handler of Python's runs."""
     for variable in ("RANK", "SLURM_PROCID"):
         with early_requests({variable: "0"}):
-            assert [signal.getsignal(each) for each in EARLY] == [signal.SIG_DFL] * 3
+            assert [signal.getsignal(each) for each in EARLY] == [
+                signal.SIG_DFL
+            ] * 3
 
 
 # The parent stands for process 1: what loses its parent becomes its child. The child waits until an
@@ -116,7 +124,9 @@ def _namespaces() -> bool:
     words = ["--pid", "--fork", "--mount-proc", "true"]
     return (
         unshare is not None
-        and not subprocess.run([unshare, *words], capture_output=True).returncode
+        and not subprocess.run(
+            [unshare, *words], capture_output=True
+        ).returncode
     )
 
 
@@ -133,7 +143,13 @@ def test_process_1_is_stopped_by_a_signal_that_comes_while_it_starts(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
-    words = [*SMALL, f"out={out}", "steps=1000000", "checkpoint.every=0", "layout=dp2"]
+    words = [
+        *SMALL,
+        f"out={out}",
+        "steps=1000000",
+        "checkpoint.every=0",
+        "layout=dp2",
+    ]
     command = [sys.executable, "-c", CODE, "train", *words]
     unshare = subprocess.Popen(
         ["unshare", "--pid", "--fork", "--mount-proc", *command],

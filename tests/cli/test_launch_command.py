@@ -37,7 +37,9 @@ train = {restarts = 2, fallback = "dp2 zero1"}
 
 @pytest.fixture
 def printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Any:
     (tmp_path / "small.toml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
@@ -59,10 +61,14 @@ def _bash(text: str) -> None:
 def test_a_batch_script_saves_before_its_limit_and_goes_on_after_it(
     printed: Any,
 ) -> None:
-    text = printed("slurm", "--gpus", "2", "--time", "1:00:00", "optimizer.lr=1e-3")
+    text = printed(
+        "slurm", "--gpus", "2", "--time", "1:00:00", "optimizer.lr=1e-3"
+    )
     _bash(text)
     options = [
-        line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")
+        line.split()[1]
+        for line in text.splitlines()
+        if line.startswith("#SBATCH")
     ]
     assert {
         "--nodes=2",
@@ -70,7 +76,9 @@ def test_a_batch_script_saves_before_its_limit_and_goes_on_after_it(
         "--gpus-per-node=2",
         "--time=1:00:00",
     } <= {*options}
-    assert {"--signal=TERM@120", "--requeue", "--open-mode=append"} <= {*options}
+    assert {"--signal=TERM@120", "--requeue", "--open-mode=append"} <= {
+        *options
+    }
     assert "srun --kill-on-bad-exit=1" in text
     assert "phalanx train small.toml optimizer.lr=1e-3" in text
 
@@ -125,7 +133,11 @@ JOB_SET = {
                     "template": {
                         "properties": {
                             "spec": {
-                                "required": ["parallelism", "completions", "template"],
+                                "required": [
+                                    "parallelism",
+                                    "completions",
+                                    "template",
+                                ],
                                 "properties": {
                                     "completionMode": {
                                         "enum": ["Indexed", "NonIndexed"]
@@ -182,7 +194,13 @@ def test_manifests_of_kubernetes_are_what_their_types_ask_for(
         ("kubeflow", "TrainJob", TRAIN_JOB),
     ):
         text = printed(
-            system, "--gpus", gpus, "--image", "here/phalanx:1", "--volume", "team"
+            system,
+            "--gpus",
+            gpus,
+            "--image",
+            "here/phalanx:1",
+            "--volume",
+            "team",
         )
         settings, job = yaml.safe_load_all(text)
         assert settings["data"]["run.toml"] == RUN
@@ -204,7 +222,14 @@ def test_nodes_of_a_job_set_find_the_first_of_them(printed: Any) -> None:
 
 def test_a_task_of_skypilot_is_one_command_on_each_node(printed: Any) -> None:
     task = yaml.safe_load(
-        printed("sky", "--gpus", "2", "--accelerator", "A100", 'optimizer.name="sgd"')
+        printed(
+            "sky",
+            "--gpus",
+            "2",
+            "--accelerator",
+            "A100",
+            'optimizer.name="sgd"',
+        )
     )
     jsonschema.validate(task, SKY)
     assert task["resources"]["accelerators"] == "A100:2"
@@ -212,18 +237,25 @@ def test_a_task_of_skypilot_is_one_command_on_each_node(printed: Any) -> None:
     assert task["run"].startswith("phalanx train small.toml ")
 
 
-def test_torchrun_may_begin_with_as_few_nodes_as_a_fallback_needs(printed: Any) -> None:
+def test_torchrun_may_begin_with_as_few_nodes_as_a_fallback_needs(
+    printed: Any,
+) -> None:
     text = printed("torchrun", "--gpus", "2", "--master", "node1")
     _bash(text)
     assert "--nnodes=1:2 --nproc-per-node=2 --max-restarts=2" in text
-    assert "--nnodes=2 " in printed("torchrun", "--gpus", "2", "train.fallback=")
+    assert "--nnodes=2 " in printed(
+        "torchrun", "--gpus", "2", "train.fallback="
+    )
 
 
 def test_a_script_for_ray_has_a_worker_for_each_rank(printed: Any) -> None:
     tree = ast.parse(printed("ray", "--gpus", "2"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     words = {
-        k.arg: ast.unparse(k.value) for call in calls for k in call.keywords if k.arg
+        k.arg: ast.unparse(k.value)
+        for call in calls
+        for k in call.keywords
+        if k.arg
     }
     assert (words["num_workers"], words["use_gpu"], words["max_failures"]) == (
         "4",
@@ -267,7 +299,8 @@ def _run_of(system: str, text: str) -> str:
     (run,) = (
         node.value
         for node in ast.parse(text).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RUN"
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "RUN"
     )
     return str(ast.literal_eval(run))
 
@@ -296,15 +329,23 @@ HARD = {
 def test_a_text_carries_any_run_file_unchanged(
     what: str, system: str, printed: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "small.toml").write_text(HARD[what], encoding="utf-8", newline="")
+    (tmp_path / "small.toml").write_text(
+        HARD[what], encoding="utf-8", newline=""
+    )
     carried = _run_of(system, printed(system, "--gpus", "2"))
-    assert carried.rstrip("\n") == HARD[what].replace("\r\n", "\n").rstrip("\n")
-    plain = Run.parse((tmp_path / "small.toml").read_text(encoding="utf-8"), "small")
+    assert carried.rstrip("\n") == HARD[what].replace("\r\n", "\n").rstrip(
+        "\n"
+    )
+    plain = Run.parse(
+        (tmp_path / "small.toml").read_text(encoding="utf-8"), "small"
+    )
     assert Run.parse(carried, "small") == plain
 
 
 LINES = st.lists(
-    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0"))
+    st.text(
+        st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0")
+    )
 )
 
 
@@ -324,7 +365,8 @@ def test_a_plain_run_file_stays_readable(printed: Any) -> None:
     for system in ("k8s", "kubeflow", "ray"):
         text = printed(system, "--gpus", "2")
         assert all(
-            line in map(str.strip, text.splitlines()) for line in RUN.splitlines()
+            line in map(str.strip, text.splitlines())
+            for line in RUN.splitlines()
         )
 
 
@@ -340,16 +382,17 @@ def test_quotes_and_spaces_of_words_reach_the_command_whole(
         _, job = yaml.safe_load_all(text)
         trainer = job["spec"].get("trainer")
         if trainer is None:
-            pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
-                "spec"
-            ]
+            pod = job["spec"]["replicatedJobs"][0]["template"]["spec"][
+                "template"
+            ]["spec"]
             trainer = pod["containers"][0]
         assert trainer["args"][1:-1] == WORDS
     elif system == "ray":
         settings = next(
             node.value
             for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.keyword) and node.arg == "train_loop_config"
+            if isinstance(node, ast.keyword)
+            and node.arg == "train_loop_config"
         )
         assert isinstance(settings, ast.Dict)
         assert ast.literal_eval(settings.values[1])[:-1] == WORDS
@@ -375,24 +418,33 @@ def test_quotes_and_spaces_of_words_reach_the_command_whole(
 def test_a_job_s_name_is_text_that_every_system_accepts(
     name: str, printed: Any
 ) -> None:
-    settings, job = yaml.safe_load_all(printed("k8s", "--gpus", "2", f"--name={name}"))
+    settings, job = yaml.safe_load_all(
+        printed("k8s", "--gpus", "2", f"--name={name}")
+    )
     (made,) = {settings["metadata"]["name"], job["metadata"]["name"]}
     # A label of RFC 1035, with room for -node-0-16383 in 63 characters.
     assert re.fullmatch(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?", made)
     assert (
-        yaml.safe_load(printed("sky", "--gpus", "2", f"--name={name}"))["name"] == made
+        yaml.safe_load(printed("sky", "--gpus", "2", f"--name={name}"))["name"]
+        == made
     )
 
 
 @pytest.mark.parametrize(
     "image", ["10.0.0.1:5000/phalanx", "12:30", "true", "here/x@sha256:0a"]
 )
-def test_an_image_that_looks_like_a_number_is_text(image: str, printed: Any) -> None:
-    _, job = yaml.safe_load_all(printed("kubeflow", "--gpus", "2", "--image", image))
+def test_an_image_that_looks_like_a_number_is_text(
+    image: str, printed: Any
+) -> None:
+    _, job = yaml.safe_load_all(
+        printed("kubeflow", "--gpus", "2", "--image", image)
+    )
     assert job["spec"]["trainer"]["image"] == image
 
 
-@pytest.mark.parametrize("flag", ["--image", "--volume", "--accelerator", "--master"])
+@pytest.mark.parametrize(
+    "flag", ["--image", "--volume", "--accelerator", "--master"]
+)
 @pytest.mark.parametrize(
     "value", ["a b", "a;b", "$(id)", "a\nb", "", "{a", "a,b", "-x", "#"]
 )
@@ -412,7 +464,16 @@ def test_an_out_that_would_leave_its_comment_is_refused(printed: Any) -> None:
 
 @pytest.mark.parametrize(
     "limit",
-    ["90", "30:00", "24:00:00", "7-0", "2-12:30", "1-00:00:00", "0", "UNLIMITED"],
+    [
+        "90",
+        "30:00",
+        "24:00:00",
+        "7-0",
+        "2-12:30",
+        "1-00:00:00",
+        "0",
+        "UNLIMITED",
+    ],
 )
 def test_a_time_limit_of_slurm_is_passed_on(limit: str, printed: Any) -> None:
     assert f"#SBATCH --time={limit}\n" in printed(

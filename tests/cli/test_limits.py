@@ -9,7 +9,16 @@ from phalanx.api import TEXT
 from phalanx.api.plan import SEQUENCES
 from phalanx.cli import bench, draw
 from phalanx.cli import verify as verify_command
-from phalanx.layout import Shape, choices, files, journal, layout, mesh, numbers, source
+from phalanx.layout import (
+    Shape,
+    choices,
+    files,
+    journal,
+    layout,
+    mesh,
+    numbers,
+    source,
+)
 from phalanx.report import page, step
 from phalanx.train import checkpoint_format as manifest
 from phalanx.train.data import token_files
@@ -53,9 +62,9 @@ def rows() -> list[str]:
 
 
 def test_the_page_of_limits_states_those_of_the_code() -> None:
-    stated = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][
-        1:
-    ]
+    stated = [
+        line for line in PAGE.read_text().splitlines() if line.startswith("| ")
+    ][1:]
     assert stated == rows()
 
 

@@ -17,7 +17,9 @@ from phalanx.cli.main import VERBS
 from torch_shm import CommMisuse
 
 Capture = pytest.CaptureFixture[str]
-START = "import sys; from phalanx.cli import main; sys.exit(main(sys.argv[1:]))"
+START = (
+    "import sys; from phalanx.cli import main; sys.exit(main(sys.argv[1:]))"
+)
 
 BAD = {
     "draw 1f1 --stages 4": "Did you mean '1f1b'",
@@ -86,7 +88,10 @@ def test_a_typo_in_a_program_file_is_named_with_its_line(
     place.write_text("mesh pp1\nranks 0: 0F0 0X0\n")
     for verb in (["draw", "program"], ["check"]):
         assert main([*verb, str(place)]) == 2
-        assert f"{place}, line 2: '0X0' is not an operation" in capsys.readouterr().err
+        assert (
+            f"{place}, line 2: '0X0' is not an operation"
+            in capsys.readouterr().err
+        )
     place.write_bytes(b"\xff\xfe\x00")
     assert main(["check", str(place)]) == 2
     assert "is not text" in capsys.readouterr().err
@@ -113,7 +118,11 @@ GROUPS = {
 }
 COMMANDS = [
     *VERBS,
-    *(f"{verb} {word}" for verb, words in GROUPS.items() for word in words.split()),
+    *(
+        f"{verb} {word}"
+        for verb, words in GROUPS.items()
+        for word in words.split()
+    ),
 ]
 
 
@@ -135,7 +144,9 @@ def test_every_command_explains_itself_in_eighty_columns(
     )
     # An example stands on one line, so that it can be copied.
     assert not [
-        x for x in out.splitlines() if len(x) > 80 and not x.startswith("  phalanx ")
+        x
+        for x in out.splitlines()
+        if len(x) > 80 and not x.startswith("  phalanx ")
     ]
 
 
@@ -155,7 +166,9 @@ def test_an_old_spelling_is_refused_with_the_new_one(
     assert now in capsys.readouterr().err
 
 
-def test_what_the_overview_proposes_runs(capsys: Capture, tmp_path: Path) -> None:
+def test_what_the_overview_proposes_runs(
+    capsys: Capture, tmp_path: Path
+) -> None:
     import shlex
 
     assert main([]) == 0
@@ -167,12 +180,15 @@ def test_what_the_overview_proposes_runs(capsys: Capture, tmp_path: Path) -> Non
     assert len(lines) >= 4
     for line in lines:
         words = [
-            w if w != "step.html" else str(tmp_path / w) for w in shlex.split(line)[1:]
+            w if w != "step.html" else str(tmp_path / w)
+            for w in shlex.split(line)[1:]
         ]
         assert main(words) == 0, line
 
 
-def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_mistakes_keep_their_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import phalanx.cli.draw as verb
 
     def broken(argv: list[str]) -> int:
@@ -195,7 +211,10 @@ def test_drawing_and_checking_load_no_torch_but_where_a_model_is_costed(
         "print(sorted(m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", asked], capture_output=True, text=True, check=True
+        [sys.executable, "-c", asked],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -238,7 +257,9 @@ def test_an_interrupt_ends_in_one_line_with_130(tmp_path: Path) -> None:
 def on_a_terminal(*words: str, **environment: str) -> str:
     """What a command writes where standard output is a terminal."""
     ours, theirs = pty.openpty()
-    env = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | environment
+    env = {
+        k: v for k, v in os.environ.items() if k != "NO_COLOR"
+    } | environment
     with subprocess.Popen(
         [sys.executable, "-c", START, *words], stdout=theirs, env=env
     ) as running:
@@ -294,4 +315,7 @@ def test_what_shared_memory_refuses_is_a_sentence(
 
     monkeypatch.setattr("phalanx.cli.doctor.run", refuse)
     assert main(["doctor"]) == 2
-    assert capsys.readouterr().err == "CommMisuse: there is no room for shared memory\n"
+    assert (
+        capsys.readouterr().err
+        == "CommMisuse: there is no room for shared memory\n"
+    )

@@ -22,7 +22,14 @@ F1B: Rows = [
 ]
 # The second stage's backward is whole for one microbatch and split for the other.
 SPLIT: Rows = [
-    [("F", 0, 0), ("F", 0, 1), ("I", 0, 0), ("I", 0, 1), ("W", 0, 0), ("W", 0, 1)],
+    [
+        ("F", 0, 0),
+        ("F", 0, 1),
+        ("I", 0, 0),
+        ("I", 0, 1),
+        ("W", 0, 0),
+        ("W", 0, 1),
+    ],
     [("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("I", 1, 1), ("W", 1, 1)],
 ]
 NONE: Rows = [[], []]
@@ -33,7 +40,9 @@ def mutants(rows: Rows) -> Iterator[Rows]:
     """Every schedule in which one operation is dropped, repeated, changed, moved or swapped."""
 
     def replaced(number: int, row: Row) -> Rows:
-        return [row if n == number else list(other) for n, other in enumerate(rows)]
+        return [
+            row if n == number else list(other) for n, other in enumerate(rows)
+        ]
 
     for number, row in enumerate(rows):
         for i, (kind, piece, m) in enumerate(row):
@@ -89,7 +98,9 @@ def trains(rows: Rows) -> bool:
         for p, m in (divmod(i, MICROBATCHES) for i in wanted)
     )
     held = [{piece for _, piece, _ in row} for row in rows]
-    one_home = not held[0] & held[1] and all(held) and held[0] | held[1] == {0, 1}
+    one_home = (
+        not held[0] & held[1] and all(held) and held[0] | held[1] == {0, 1}
+    )
     return (
         whole
         and one_home
@@ -108,7 +119,9 @@ def written(rows: Rows, name: str) -> str:
 
 
 def test_every_change_of_a_schedule_is_a_training_step_or_refused_alike_everywhere(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     every = []
@@ -121,7 +134,16 @@ def test_every_change_of_a_schedule_is_a_training_step_or_refused_alike_everywhe
     for number, rows in enumerate(every):
         name = written(rows, f"own{number}")
         commands = [
-            ["draw", name, "--stages", "2", "--microbatches", "2", "--out", "step.svg"],
+            [
+                "draw",
+                name,
+                "--stages",
+                "2",
+                "--microbatches",
+                "2",
+                "--out",
+                "step.svg",
+            ],
             ["check", f"pp2 {name}:2", "--model", "tiny"],
         ]
         if number % 5 == 0:
@@ -132,7 +154,9 @@ def test_every_change_of_a_schedule_is_a_training_step_or_refused_alike_everywhe
             commands.append(
                 ["train", MODEL, "batch=4", "sequence=8", "steps=1", layout]
             )
-            commands += [["verify", "--layouts", f"pp2 {name}:2"]] * (number % 5 == 0)
+            commands += [["verify", "--layouts", f"pp2 {name}:2"]] * (
+                number % 5 == 0
+            )
         codes = [main(command) for command in commands]
         shown = capfd.readouterr().err
         if trains(rows):
@@ -148,14 +172,22 @@ def test_every_change_of_a_schedule_is_a_training_step_or_refused_alike_everywhe
     assert 10 < len(legal) < 40
     # They compute what one process computes.
     some = [legal[0], *legal[1::3]]
-    assert main(["verify", "--layouts", "; ".join(some), "--steps", "1"]) == 0, (
-        capfd.readouterr()
-    )
+    assert (
+        main(["verify", "--layouts", "; ".join(some), "--steps", "1"]) == 0
+    ), capfd.readouterr()
 
 
 @pytest.mark.parametrize(
     "returned",
-    ["None", "[]", "[[], [], []]", "[1, 2]", "['F', 'B']", "[[('F', 0, 0)], []]", "{}"],
+    [
+        "None",
+        "[]",
+        "[[], [], []]",
+        "[1, 2]",
+        "['F', 'B']",
+        "[[('F', 0, 0)], []]",
+        "{}",
+    ],
 )
 def test_what_is_no_list_of_operations_is_refused(
     returned: str,

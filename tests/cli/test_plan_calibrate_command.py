@@ -64,7 +64,12 @@ def seconds(text: str, under: SoftwareProfile) -> float:
 def run_of(folder: Path, text: str, times: Sequence[float]) -> str:
     """The journal of a run whose first step warmed up."""
     folder.mkdir()
-    start = {"event": "start", "step": 0, "layout": text, "model": asdict(SHAPE)}
+    start = {
+        "event": "start",
+        "step": 0,
+        "layout": text,
+        "model": asdict(SHAPE),
+    }
     steps = [
         {"event": "step", "step": n, "steps": 1, "seconds": s}
         for n, s in enumerate(times)
@@ -87,7 +92,15 @@ def test_runs_move_the_profile_towards_what_they_ran_with_and_a_plan_reads_its_f
         run_of(tmp_path / str(n), text, [9.0, *[seconds(text, TRUTH)] * 3])
         for n, text in enumerate(LAYOUTS[:-1])
     ]
-    words = ["plan", "calibrate", *runs, "--machine", machine, "--out", str(out)]
+    words = [
+        "plan",
+        "calibrate",
+        *runs,
+        "--machine",
+        machine,
+        "--out",
+        str(out),
+    ]
     assert main([*words, "--json"]) == 0
     args = json.loads(capsys.readouterr().out)
     assert [row["layout"] for row in args["runs"]] == list(LAYOUTS[:-1])
@@ -97,9 +110,20 @@ def test_runs_move_the_profile_towards_what_they_ran_with_and_a_plan_reads_its_f
     assert args["profile"] == {name: getattr(found, name) for name in NUMBERS}
     # A layout that was not among the runs is told better too.
     unseen = LAYOUTS[-1]
-    truth, before, after = (seconds(unseen, s) for s in (TRUTH, local_profile(), found))
+    truth, before, after = (
+        seconds(unseen, s) for s in (TRUTH, local_profile(), found)
+    )
     assert abs(after / truth - 1) < abs(before / truth - 1) / 2
-    plan = ["plan", "--model", "tiny", "--machine", machine, "--ranks", "2", "--json"]
+    plan = [
+        "plan",
+        "--model",
+        "tiny",
+        "--machine",
+        machine,
+        "--ranks",
+        "2",
+        "--json",
+    ]
     assert main([*plan, "--explain", "dp2", "--profile", str(out)]) == 0
     slow = json.loads(capsys.readouterr().out)["step_time_s"]
     assert main([*plan, "--explain", "dp2"]) == 0
@@ -110,7 +134,10 @@ def test_the_table_names_each_run_with_its_error_before_and_after(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(tmp_path / "run", "dp2", [9.0, 0.5, 0.5])
-    assert main(["plan", "calibrate", run, "--machine", machine_of(tmp_path)]) == 0
+    assert (
+        main(["plan", "calibrate", run, "--machine", machine_of(tmp_path)])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     before = seconds("dp2", local_profile()) / 0.5 - 1
     assert lines[1].startswith(run)
@@ -142,7 +169,8 @@ def test_with_rows_the_other_runs_tell_how_far_off_it_is(
     assert sum(row["used"] for row in rows) == 2
     unseen = [row for row in rows if not row["used"]]
     before, after = (
-        median(abs(row[when]) for row in unseen) for when in ("before", "after")
+        median(abs(row[when]) for row in unseen)
+        for when in ("before", "after")
     )
     assert after < before / 2
     assert main(words) == 0

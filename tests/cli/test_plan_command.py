@@ -23,8 +23,18 @@ from phalanx.plan.spend import interval, spending
 from phalanx.plan.step import Choice, Pricer
 
 Capture = pytest.CaptureFixture[str]
-SMALL = ["plan", "--model", "124m", "--cluster", "h100x8", "--batch-tokens", "65536"]
-STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+SMALL = [
+    "plan",
+    "--model",
+    "124m",
+    "--cluster",
+    "h100x8",
+    "--batch-tokens",
+    "65536",
+]
+STRANGER = (
+    str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,12 +73,18 @@ def test_json_holds_legal_layouts_best_first_with_all_that_is_promised(
         layout = Layout.parse(one["layout"])
         assert str(layout) == one["layout"]
         assert not legal(layout, shape, batch=64, sequence=1024)
-        assert sum(one["breakdown"].values()) == pytest.approx(one["step_time_s"])
-        assert sum(one["memory_by_kind_gb"].values()) == pytest.approx(one["memory_gb"])
-        assert one["error_range"][0] < one["step_time_s"] < one["error_range"][1]
-        assert one["tokens_per_s_per_device"] * one["step_time_s"] * 8 == pytest.approx(
-            65536
+        assert sum(one["breakdown"].values()) == pytest.approx(
+            one["step_time_s"]
         )
+        assert sum(one["memory_by_kind_gb"].values()) == pytest.approx(
+            one["memory_gb"]
+        )
+        assert (
+            one["error_range"][0] < one["step_time_s"] < one["error_range"][1]
+        )
+        assert one["tokens_per_s_per_device"] * one[
+            "step_time_s"
+        ] * 8 == pytest.approx(65536)
         assert 0 < one["mfu"] < one["mfu_attention_in_full"] < 1
         assert one["mfu"] <= one["hfu"] < 1
     assert found["refused"]
@@ -83,7 +99,9 @@ def test_mfu_is_the_model_s_flops_over_time_and_peak(capsys: Capture) -> None:
     )
 
 
-def test_explaining_a_pick_gives_its_numbers_and_its_timeline(capsys: Capture) -> None:
+def test_explaining_a_pick_gives_its_numbers_and_its_timeline(
+    capsys: Capture,
+) -> None:
     best = args(capsys, "--top", "1")["layouts"][0]  # type: ignore[index]
     again = args(capsys, "--explain", best["layout"])
     assert again["step_time_s"] == pytest.approx(best["step_time_s"])
@@ -105,12 +123,20 @@ def test_an_explained_layout_is_coloured_on_a_terminal(
     assert "\\x1b" not in out
 
 
-def test_the_run_file_and_the_page_are_written(capsys: Capture, tmp_path: Path) -> None:
+def test_the_run_file_and_the_page_are_written(
+    capsys: Capture, tmp_path: Path
+) -> None:
     run, page = tmp_path / "run.toml", tmp_path / "plan.html"
-    assert main([*SMALL, "--json", "--out", str(run), "--page", str(page)]) == 0
+    assert (
+        main([*SMALL, "--json", "--out", str(run), "--page", str(page)]) == 0
+    )
     best = json.loads(capsys.readouterr().out)["layouts"][0]
     made = Run.load(str(run))
-    assert (made.layout, made.batch, made.sequence) == (best["layout"], 64, 1024)
+    assert (made.layout, made.batch, made.sequence) == (
+        best["layout"],
+        64,
+        1024,
+    )
     assert made.precision == "bf16"
     html = page.read_text()
     assert best["layout"] in html
@@ -137,19 +163,27 @@ def test_the_picture_of_a_search_names_each_layout_and_is_no_worse_than_it_is_si
         assert words.endswith(f": {one['layout']}")
         rate = 65536 / 8 / one["step_time_s"]
         assert f", {rate:,.0f} tokens/s, {one['memory_gb']:.3g} GB: " in words
-        assert f"compute {one['breakdown']['compute'] / one['step_time_s']:.1%}" in more
+        assert (
+            f"compute {one['breakdown']['compute'] / one['step_time_s']:.1%}"
+            in more
+        )
     # An axis of doublings: where a mark stands is its number.
     numbers = [
-        float(m[4].split(" tokens/s")[0].split()[-1].replace(",", "")) for m in marks
+        float(m[4].split(" tokens/s")[0].split()[-1].replace(",", ""))
+        for m in marks
     ]
-    low, high = (f(range(len(marks)), key=numbers.__getitem__) for f in (min, max))
+    low, high = (
+        f(range(len(marks)), key=numbers.__getitem__) for f in (min, max)
+    )
     wide = (float(marks[high][0]) - float(marks[low][0])) / math.log2(
         numbers[high] / numbers[low]
     )
     for mark, number in zip(marks, numbers, strict=True):
         right = float(marks[low][0]) + wide * math.log2(number / numbers[low])
         assert float(mark[0]) == pytest.approx(right, abs=1)
-    bounds = [m[4] for m in marks if m[4].startswith(("fits: ", "does not fit: "))]
+    bounds = [
+        m[4] for m in marks if m[4].startswith(("fits: ", "does not fit: "))
+    ]
     assert len(bounds) > 30
     for words in bounds:
         found = re.match(
@@ -186,7 +220,16 @@ def test_a_run_file_under_a_published_name_says_that_its_weights_are_random(
     assert made.weights == ("random" if name == "gpt2" else "")
     refuse_random_by_name(made)
     assert (
-        main([*argv[:2], str(file), *argv[3:], "--out", str(tmp_path / "b.toml")]) == 0
+        main(
+            [
+                *argv[:2],
+                str(file),
+                *argv[3:],
+                "--out",
+                str(tmp_path / "b.toml"),
+            ]
+        )
+        == 0
     )
     refuse_random_by_name(Run.load(str(tmp_path / "b.toml")))
 
@@ -202,13 +245,24 @@ def test_a_run_of_so_many_tokens_is_whole_and_train_takes_it(
     assert made.steps == math.ceil(1e9 / (64 * 1024))
     # A second to save; one of 8 devices fails in 50,700 / 8 hours: Young's sqrt(2 x 1 x that).
     every = math.sqrt(2 * 3600 * 50_700 / 8) / best["step_time_s"]
-    assert made.checkpoint.every == pytest.approx(min(made.steps, every), rel=0.01)
+    assert made.checkpoint.every == pytest.approx(
+        min(made.steps, every), rel=0.01
+    )
     assert main([*SMALL, "--tokens", "1B"]) == 2
     assert "add --out run.toml" in capsys.readouterr().err
 
 
 def test_somebody_s_own_model_is_planned(capsys: Capture) -> None:
-    argv = ["plan", "--model", STRANGER, "--cluster", "h100x2", "--json", "--top", "2"]
+    argv = [
+        "plan",
+        "--model",
+        STRANGER,
+        "--cluster",
+        "h100x2",
+        "--json",
+        "--top",
+        "2",
+    ]
     assert main(argv) == 0
     assert json.loads(capsys.readouterr().out)["layouts"]
 
@@ -226,7 +280,9 @@ def test_a_batch_in_tokens_means_the_same_number_at_every_length(
 
 
 @pytest.mark.parametrize("sequence", [256, 1000, 1024, 2048, 4096, 5000, 8192])
-def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> None:
+def test_a_letter_alone_is_decimal_whether_it_divides_or_not(
+    sequence: int,
+) -> None:
     for text, tokens in (
         ("512K", 512_000),
         ("4M", 4_000_000),
@@ -237,7 +293,9 @@ def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> N
             with pytest.raises(UsageError, match=f"is {tokens:,} tokens"):
                 request("8b", "h100x8", batch_tokens=text, sequence=sequence)
         else:
-            asked = request("8b", "h100x8", batch_tokens=text, sequence=sequence)
+            asked = request(
+                "8b", "h100x8", batch_tokens=text, sequence=sequence
+            )
             assert asked.batch * sequence == tokens
 
 
@@ -256,11 +314,17 @@ def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> N
             ["--batch-tokens", "1M"],
             "Write 1Mi (1,024 sequences), 999424 (976 sequences)",
         ),
-        (["--batch-tokens", "1.5M"], "1464.84 sequences of 1,024. Write 1499136"),
+        (
+            ["--batch-tokens", "1.5M"],
+            "1464.84 sequences of 1,024. Write 1499136",
+        ),
         (["--seq", "1k"], "--seq is '1k'; write 1000 or 1024 (1Ki)"),
         (["--batch-tokens", "lots"], "write a number such as 4M"),
         (["--seq", "4096"], "has learned 1024 positions"),
-        (["--limit", "85"], "--limit is 85; write a number above 0 and up to 1"),
+        (
+            ["--limit", "85"],
+            "--limit is 85; write a number above 0 and up to 1",
+        ),
         (["--top", "0"], "--top is 0; write 1 to"),
         (["--profile", "megatron"], "unknown profile 'megatron'"),
         (["--precision", "int8"], "--precision is 'int8'"),
@@ -291,7 +355,8 @@ def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
     def full(pricer: Pricer, layout: Layout, _: float) -> Choice:
         choice = chosen(pricer, layout)
         return replace(
-            choice, memory={kind: 1e3 * held for kind, held in choice.memory.items()}
+            choice,
+            memory={kind: 1e3 * held for kind, held in choice.memory.items()},
         )
 
     monkeypatch.setattr(Pricer, "choose", full)
@@ -306,8 +371,18 @@ def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
     assert "--limit 0." not in out.partition("leaves of a device")[2]
 
 
-def test_where_nothing_fits_the_nearest_that_does_is_named(capsys: Capture) -> None:
-    argv = ["plan", "--model", "124m", "--cluster", "h100x1", "--batch-tokens", "16384"]
+def test_where_nothing_fits_the_nearest_that_does_is_named(
+    capsys: Capture,
+) -> None:
+    argv = [
+        "plan",
+        "--model",
+        "124m",
+        "--cluster",
+        "h100x1",
+        "--batch-tokens",
+        "16384",
+    ]
     assert main([*argv, "--limit", "0.02"]) == 1
     out = capsys.readouterr().out
     assert "No layout of 124m fits on h100x1" in out
@@ -330,7 +405,10 @@ def test_a_plan_from_cached_costs_never_loads_torch(capsys: Capture) -> None:
         f" assert main({[*SMALL, '--json']!r}) == 0; assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -18,7 +18,14 @@ from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.program import Costs, Recorded, StepOptions, build, simulate
 
 SHAPE = Shape(
-    name="small", layers=2, hidden=32, heads=2, ffn=64, vocab=256, sequence=16, batch=4
+    name="small",
+    layers=2,
+    hidden=32,
+    heads=2,
+    ffn=64,
+    vocab=256,
+    sequence=16,
+    batch=4,
 )
 MACHINE = Machine(
     name="small", date="2026-01-31", method="by hand", device="some CPU", kind="cpu", count=1,
@@ -89,9 +96,15 @@ def test_the_table_is_in_the_terminal_on_the_page_and_in_the_json_with_the_same_
     assert rows["B"]["measured"] == pytest.approx(3e-3)
     assert rows["F"]["ratio"] == pytest.approx(2e-3 / rows["F"]["predicted"])
     assert rows["A"]["predicted"] > 0
-    assert args["usual"] == 0.03  # without the first, in which a process warms up
+    assert (
+        args["usual"] == 0.03
+    )  # without the first, in which a process warms up
     for row in rows.values():
-        price = "-" if row["predicted"] is None else f"{1e3 * row['predicted']:.4g} ms"
+        price = (
+            "-"
+            if row["predicted"] is None
+            else f"{1e3 * row['predicted']:.4g} ms"
+        )
         for cell in (row["words"], price, f"{1e3 * row['measured']:.4g} ms"):
             assert cell in told
             assert escape(cell) in page
@@ -105,7 +118,10 @@ def test_without_a_machine_the_page_stays_as_it_is_and_a_line_says_how_to_get_th
     told = capsys.readouterr().out
     assert "--machine machine.toml" in told
     assert "doctor --out machine.toml" in told
-    assert "Predicted against" not in (tmp_path / "run" / "report.html").read_text()
+    assert (
+        "Predicted against"
+        not in (tmp_path / "run" / "report.html").read_text()
+    )
 
 
 def test_a_run_on_a_gpu_of_the_catalogue_is_compared_with_its_cluster(
@@ -121,19 +137,33 @@ def test_a_run_on_a_gpu_of_the_catalogue_is_compared_with_its_cluster(
 def test_a_stack_that_is_half_as_fast_predicts_longer_computing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(run_of(tmp_path / "run")), "--machine", machine_of(tmp_path), "--json"]
+    words = [
+        str(run_of(tmp_path / "run")),
+        "--machine",
+        machine_of(tmp_path),
+        "--json",
+    ]
     times = []
     for speed in (0.9, 0.45):
-        (tmp_path / "profile.toml").write_text(f"speed = {speed}\nhost = 0.0\n")
+        (tmp_path / "profile.toml").write_text(
+            f"speed = {speed}\nhost = 0.0\n"
+        )
         assert (
-            report_verb.run([*words, "--profile", str(tmp_path / "profile.toml")]) == 0
+            report_verb.run(
+                [*words, "--profile", str(tmp_path / "profile.toml")]
+            )
+            == 0
         )
         args = json.loads(capsys.readouterr().out)["compared"]
-        times.append(next(r["predicted"] for r in args["rows"] if r["kind"] == "F"))
+        times.append(
+            next(r["predicted"] for r in args["rows"] if r["kind"] == "F")
+        )
     assert times[0] < times[1] < 2 * times[0]
 
 
-def _refused(capsys: pytest.CaptureFixture[str], *words: str, lines: int = 1) -> str:
+def _refused(
+    capsys: pytest.CaptureFixture[str], *words: str, lines: int = 1
+) -> str:
     assert main(["report", *words]) == 2
     told = capsys.readouterr()
     assert not told.out
@@ -152,7 +182,9 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     assert "the run used CPU, but h100x8 is h100-sxm" in _refused(
         capsys, run, "--cluster", "h100x8"
     )
-    assert "the run used NVIDIA H200" in _refused(capsys, gpu, "--machine", machine)
+    assert "the run used NVIDIA H200" in _refused(
+        capsys, gpu, "--machine", machine
+    )
     assert "needs --machine or --cluster" in _refused(
         capsys, run, "--profile", "phalanx"
     )
@@ -160,7 +192,10 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     assert "name one" in both
     wide = str(run_of(tmp_path / "wide", "dp4 tp4", "NVIDIA H100 80GB HBM3"))
     assert "16 ranks" in _refused(capsys, wide, "--cluster", "h100x8")
-    for other in ("nowhere", str(tmp_path)):  # it would only be missing on the page
+    for other in (
+        "nowhere",
+        str(tmp_path),
+    ):  # it would only be missing on the page
         beside = _refused(capsys, run, "--beside", wide, other)
         assert f"{other} is not the folder of a run" in beside
 
@@ -171,7 +206,11 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
         ("timeline.json", None, "cannot read .*timeline.json: No such file"),
         ("timeline.json", "{}", "this is not the file of a run"),
         ("timeline.json", STEP, "its layout or step is missing"),
-        ("timeline.json", STEP[:-1] + ', "step": 3, "layout": "dp2"}', "no operation"),
+        (
+            "timeline.json",
+            STEP[:-1] + ', "step": 3, "layout": "dp2"}',
+            "no operation",
+        ),
         ("timeline.json", "\x00", "cannot be read"),
         (
             "metrics.jsonl",
@@ -222,13 +261,27 @@ def test_a_real_run_is_compared_operation_by_operation(
         f"out={out}",
         "steps=5",
     ]
-    assert train_verb.run([*words, "layout=accum:2", "--ranks", "1", "--json"]) == 0
+    assert (
+        train_verb.run([*words, "layout=accum:2", "--ranks", "1", "--json"])
+        == 0
+    )
     capsys.readouterr()
-    assert report_verb.run([str(out), "--machine", machine_of(tmp_path), "--json"]) == 0
+    assert (
+        report_verb.run(
+            [str(out), "--machine", machine_of(tmp_path), "--json"]
+        )
+        == 0
+    )
     rows = {
-        r["kind"]: r for r in json.loads(capsys.readouterr().out)["compared"]["rows"]
+        r["kind"]: r
+        for r in json.loads(capsys.readouterr().out)["compared"]["rows"]
     }
-    assert (rows["F"]["count"], rows["B"]["count"], rows["U"]["count"]) == (8, 8, 4)
+    assert (rows["F"]["count"], rows["B"]["count"], rows["U"]["count"]) == (
+        8,
+        8,
+        4,
+    )
     assert all(
-        rows[kind]["predicted"] > 0 and rows[kind]["measured"] > 0 for kind in "FBU"
+        rows[kind]["predicted"] > 0 and rows[kind]["measured"] > 0
+        for kind in "FBU"
     )

@@ -82,7 +82,16 @@ SLOW: dict[str, list[list[str]]] = {
     "bench-mfu": [["bench", "mfu", "--threads", "1", "--limit", "2"]],
     "bench-overlap": [["bench", "overlap", "--threads", "1", "--limit", "2"]],
     "bench-collectives": [
-        ["bench", "collectives", "--ranks", "2", "--sizes", "4K", "--limit", "2"]
+        [
+            "bench",
+            "collectives",
+            "--ranks",
+            "2",
+            "--sizes",
+            "4K",
+            "--limit",
+            "2",
+        ]
     ],
 }
 # Commands with --json that have no schema, and why.
@@ -108,7 +117,9 @@ def _recorded(folder: Path, factor: float) -> None:
     """A step of one rank and one parameter, as the recorder of `audit run` writes it."""
     rows = {kind: {0: [16.0, *[1.0] * 16]} for kind in KINDS}
     rows["gradient"][0] = [factor * each for each in rows["gradient"][0]]
-    parameter = ParameterRecord(["w"], [4, 4], 16, 7, 7, "[:, :]", "float64", True, 0.1)
+    parameter = ParameterRecord(
+        ["w"], [4, 4], 16, 7, 7, "[:, :]", "float64", True, 0.1
+    )
     clip = ClipRecord([0], 1.0, 2.0, 9.0)
     record = StepRecord(0, 0, 1, [parameter], clips=[clip], sketches=rows)
     folder.mkdir()
@@ -133,9 +144,13 @@ def _files() -> None:
     Path("long.toml").write_text(sizes + "batch=2\n")
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)]
+)
 def test_what_json_prints_is_what_its_schema_says(
-    names: dict[str, list[list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: dict[str, list[list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     _files()
@@ -163,7 +178,9 @@ def test_every_kind_of_type_is_read() -> None:
 
 def test_a_key_that_is_missing_is_found() -> None:
     schema = schema_of("draw", described()["draw"])
-    with pytest.raises(jsonschema.ValidationError, match="is a required property"):
+    with pytest.raises(
+        jsonschema.ValidationError, match="is a required property"
+    ):
         jsonschema.validate({"title": "x"}, schema)
 
 
@@ -179,12 +196,16 @@ def test_every_command_with_json_has_a_schema_with_a_version(
         for word in ("", *parser.subverbs):
             named = parser_of([verb, word]) if word else parser
             if named is not None and "--json" in named.options:
-                wanted.add(named.prog.removeprefix("phalanx ").replace(" ", "-"))
+                wanted.add(
+                    named.prog.removeprefix("phalanx ").replace(" ", "-")
+                )
     assert wanted - there == set(WITHOUT) & wanted
     assert main(["schema"]) == 0
     for name in capsys.readouterr().out.split():
         assert main(["schema", name]) == 0
-        assert json.loads(capsys.readouterr().out)["$id"] == f"phalanx/{name}/1"
+        assert (
+            json.loads(capsys.readouterr().out)["$id"] == f"phalanx/{name}/1"
+        )
 
 
 # ---- writing them
@@ -200,17 +221,26 @@ def _merged(values: list[Any], *, record: bool = True) -> dict[str, Any]:
             key: _merged([v[key] for v in objects if key in v], record=False)
             for key in keys
         }
-        alike = len({json.dumps(s, sort_keys=True) for s in each.values()}) == 1
+        alike = (
+            len({json.dumps(s, sort_keys=True) for s in each.values()}) == 1
+        )
         if alike and not record:
             kinds.append(
-                {"type": "object", "additionalProperties": next(iter(each.values()))}
+                {
+                    "type": "object",
+                    "additionalProperties": next(iter(each.values())),
+                }
             )
         else:
             required = [key for key in keys if all(key in v for v in objects)]
-            kinds.append({"type": "object", "properties": each, "required": required})
+            kinds.append(
+                {"type": "object", "properties": each, "required": required}
+            )
     if lists := [v for v in values if isinstance(v, list)]:
         inside = [x for v in lists for x in v]
-        kinds.append({"type": "array"} | ({"items": _merged(inside)} if inside else {}))
+        kinds.append(
+            {"type": "array"} | ({"items": _merged(inside)} if inside else {})
+        )
     scalars = {_TYPES[type(v)] for v in values if type(v) in _TYPES}
     if "number" in scalars:
         scalars.discard("integer")
@@ -263,10 +293,12 @@ def _write() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         _files()
         texts |= {
-            name: _text(_merged(_outputs(each))) for name, each in commands.items()
+            name: _text(_merged(_outputs(each)))
+            for name, each in commands.items()
         }
     paragraphs = [
-        _paragraph(name, " ".join(text.split())) for name, text in sorted(texts.items())
+        _paragraph(name, " ".join(text.split()))
+        for name, text in sorted(texts.items())
     ]
     FILE.write_text("\n\n".join(paragraphs) + "\n")
 

@@ -61,7 +61,9 @@ def test_a_run_that_has_ended_is_shown_by_its_log(
     assert lines[-1].endswith("  end  step 5")
 
 
-def test_hosts_that_share_the_folder_answer(tmp_path: Path, capsys: Capture) -> None:
+def test_hosts_that_share_the_folder_answer(
+    tmp_path: Path, capsys: Capture
+) -> None:
     run = run_of(tmp_path / "run")
     hosted = Hosted("node1", str(run), ("node1", "node2"), 60.0, ())
     hosted.folder.make()
@@ -92,7 +94,9 @@ def test_hosts_that_share_the_folder_answer(tmp_path: Path, capsys: Capture) -> 
     assert lines[0] == "run: step 5/100, running, dp2 zero1"
     assert "    7         11      1 GiB       5    3.0 s  R  1B0" in lines
     assert "not seen: the ranks on node2" in lines
-    assert "    7       5    3.0 s  R  1B0" in shown(capsys, str(run), "--width", "40")
+    assert "    7       5    3.0 s  R  1B0" in shown(
+        capsys, str(run), "--width", "40"
+    )
     assert main(["top", str(run), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["state"] == "running"
@@ -103,6 +107,8 @@ def test_hosts_that_share_the_folder_answer(tmp_path: Path, capsys: Capture) -> 
     assert "not seen: the ranks on node1, node2" in shown(capsys, str(run))
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_folder_without_a_run_is_refused(
+    tmp_path: Path, capsys: Capture
+) -> None:
     assert main(["top", str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err

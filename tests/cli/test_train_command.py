@@ -41,14 +41,20 @@ SMALL = [
 def test_the_printed_file_reads_back_as_the_same_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert train_verb.run(["--print-config", "steps=7", "--layout", "dp2 zero1"]) == 0
+    assert (
+        train_verb.run(["--print-config", "steps=7", "--layout", "dp2 zero1"])
+        == 0
+    )
     run = Run.parse(capsys.readouterr().out, "run.toml")
     assert (run.steps, run.layout) == (7, "dp2 zero1")
 
 
 def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert train_verb.run(["--schema"]) == 0
-    assert json.loads(capsys.readouterr().out)["properties"]["steps"]["minimum"] == 1
+    assert (
+        json.loads(capsys.readouterr().out)["properties"]["steps"]["minimum"]
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,10 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["a.toml", "b.toml"], "name one run file"),
         (["--rank", "2"], "Did you mean --ranks?"),
         (["--ranks", "0"], "write 1 to"),
-        (["--ranks", "2", "--layout", "dp4"], "is for 4 ranks, but --ranks is 2"),
+        (
+            ["--ranks", "2", "--layout", "dp4"],
+            "is for 4 ranks, but --ranks is 2",
+        ),
         (["steps=1", "--ranks", "two"], "write a whole number"),
     ],
 )
@@ -88,7 +97,13 @@ def test_ranks_that_find_no_checkpoint_elsewhere_draw_no_weights_under_a_publish
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = Shape(
-        name="small", layers=1, hidden=16, heads=2, vocab=256, sequence=8, batch=2
+        name="small",
+        layers=1,
+        hidden=16,
+        heads=2,
+        vocab=256,
+        sequence=8,
+        batch=2,
     )
     monkeypatch.setattr(Shape, "load", classmethod(lambda cls, name: small))
     remote = Checkpoints(remote=f"file://{tmp_path}/remote")
@@ -97,12 +112,16 @@ def test_ranks_that_find_no_checkpoint_elsewhere_draw_no_weights_under_a_publish
         train(AloneWorld(), run, quiet=True)
     asked = replace(run, weights="random", checkpoint=Checkpoints())
     assert train(AloneWorld(), asked, quiet=True).step == 1
-    again = train(AloneWorld(), replace(asked, weights="", steps=2), quiet=True)
+    again = train(
+        AloneWorld(), replace(asked, weights="", steps=2), quiet=True
+    )
     assert again.step == 2  # its weights are the checkpoint's
 
 
 def test_bytes_under_a_larger_vocabulary_are_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = "layers=1,hidden=16,heads=2"
@@ -118,9 +137,7 @@ def test_bytes_under_a_larger_vocabulary_are_told_in_one_line(
         ]
         assert train_verb.run(words) == 0
         said = capsys.readouterr()
-        text = (
-            "data: text of Python's library as bytes, 256 of the model's 50,257 tokens"
-        )
+        text = "data: text of Python's library as bytes, 256 of the model's 50,257 tokens"
         assert (said.out + said.err).count(text) == lines
 
 
@@ -141,7 +158,9 @@ def test_a_run_on_one_process_ends_in_the_terminal_s_words_and_a_page(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    assert train_verb.run([*SMALL, f"out={out}", "steps=3", "--ranks", "1"]) == 0
+    assert (
+        train_verb.run([*SMALL, f"out={out}", "steps=3", "--ranks", "1"]) == 0
+    )
     args = capfd.readouterr().out
     for part in (
         "step 3/3  loss",
@@ -157,13 +176,18 @@ def test_a_run_on_one_process_ends_in_the_terminal_s_words_and_a_page(
     assert (out / "report.html").stat().st_size > 5000
     # The same command again has nothing to do, and says where it is.
     assert (
-        train_verb.run([*SMALL, f"out={out}", "steps=3", "--ranks", "1", "--json"]) == 0
+        train_verb.run(
+            [*SMALL, f"out={out}", "steps=3", "--ranks", "1", "--json"]
+        )
+        == 0
     )
     assert json.loads(capfd.readouterr().out)["step"] == 3
 
 
 def test_a_run_begins_with_its_memory_and_refuses_what_a_rank_has_not(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     argv = [*SMALL, f"out={tmp_path / 'run'}", "steps=1", "--ranks", "1"]
     # Two blocks of 4 x 16 x 16 and 3 x 16 x 24 with two norms, two tables of 256 x 16, a norm.
@@ -172,13 +196,21 @@ def test_a_run_begins_with_its_memory_and_refuses_what_a_rank_has_not(
     told = capfd.readouterr().out.partition("; each has ")[0]
     assert f"weights {4 * numbers / 1e3:.3g} kB" in told
     assert f"optimizer {8 * numbers / 1e3:.3g} kB" in told
-    assert train_verb.run([*argv, f"out={tmp_path / 'sgd'}", "optimizer.name=sgd"]) == 0
-    assert "optimizer" not in capfd.readouterr().out.partition("; each has ")[0]
+    assert (
+        train_verb.run(
+            [*argv, f"out={tmp_path / 'sgd'}", "optimizer.name=sgd"]
+        )
+        == 0
+    )
+    assert (
+        "optimizer" not in capfd.readouterr().out.partition("; each has ")[0]
+    )
     monkeypatch.setattr(
         "phalanx.cli.memory.device_memory", lambda gpus, ranks: 4.0 * numbers
     )
     with pytest.raises(
-        UsageError, match=r"on the fullest rank: .* Each of 1 ranks has .*--force"
+        UsageError,
+        match=r"on the fullest rank: .* Each of 1 ranks has .*--force",
     ):
         train_verb.run(argv)
     assert train_verb.run([*argv, "--force", "steps=2"]) == 0
@@ -189,11 +221,17 @@ def test_on_gpus_what_no_tensor_holds_counts_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Run.parse("", "run", (*SMALL[:3], "layout=dp2 bf16"))
-    monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: 1.6e9)
+    monkeypatch.setattr(
+        "phalanx.cli.memory.device_memory", lambda gpus, ranks: 1.6e9
+    )
     asked = (run, run.shape, Layout.parse("dp2 bf16"), 2)
     assert "other 1.5 GB; each has 1.6 GB" in estimated(*asked, force=False)
-    monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: 1.5e9)
-    with pytest.raises(UsageError, match=r"dp2 bf16 needs 1\.5 GB on the fullest rank"):
+    monkeypatch.setattr(
+        "phalanx.cli.memory.device_memory", lambda gpus, ranks: 1.5e9
+    )
+    with pytest.raises(
+        UsageError, match=r"dp2 bf16 needs 1\.5 GB on the fullest rank"
+    ):
         estimated(*asked, force=False)
     assert "each has 1.5 GB" in estimated(*asked, force=True)
 
@@ -209,7 +247,9 @@ def test_a_run_says_which_zero_stage_would_send_less_and_fit(
         in enough
     )
     held = float(run.shape.total)
-    monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: held)
+    monkeypatch.setattr(
+        "phalanx.cli.memory.device_memory", lambda gpus, ranks: held
+    )
     assert "faster" not in estimated(run, run.shape, layout, 0, force=True)
 
 
@@ -235,9 +275,12 @@ def test_a_plan_says_why_its_zero_stage_and_what_others_need() -> None:
     request = request_for(Shape.load("8b"), hardware, batch=512)
     told = sharding_text(request, Layout.parse("dp64 zero3 accum:8 bf16"))
     assert (
-        told == "zero3, as 73 GB may be used: zero1 needs 102 GB, zero2 needs 74.9 GB"
+        told
+        == "zero3, as 73 GB may be used: zero1 needs 102 GB, zero2 needs 74.9 GB"
     )
-    told = sharding_text(request, Layout.parse("dp64 zero3 accum:8 recompute:all bf16"))
+    told = sharding_text(
+        request, Layout.parse("dp64 zero3 accum:8 recompute:all bf16")
+    )
     assert told.count("and is no faster") == 2
     assert sharding_text(request, Layout.parse("dp64 bf16")) == ""
 
@@ -245,7 +288,9 @@ def test_a_plan_says_why_its_zero_stage_and_what_others_need() -> None:
 def test_any_number_of_ranks_begins_with_its_memory() -> None:
     for ranks in range(1, 71):
         run = Run.parse(
-            "", "run", (*SMALL[:3], f"batch={2 * ranks}", f"layout=dp{ranks} fp32")
+            "",
+            "run",
+            (*SMALL[:3], f"batch={2 * ranks}", f"layout=dp{ranks} fp32"),
         )
         layout = Layout.parse(f"dp{ranks} fp32")
         assert "on the fullest rank" in estimated(
@@ -254,7 +299,13 @@ def test_any_number_of_ranks_begins_with_its_memory() -> None:
 
 
 def test_nine_ranks_train_on_a_cpu(tmp_path: Path) -> None:
-    argv = [*SMALL, "batch=9", "layout=dp9", f"out={tmp_path / 'run'}", "steps=1"]
+    argv = [
+        *SMALL,
+        "batch=9",
+        "layout=dp9",
+        f"out={tmp_path / 'run'}",
+        "steps=1",
+    ]
     assert train_verb.run([*argv, "--backend", "threads", "--json"]) == 0
 
 
@@ -263,7 +314,13 @@ CODE = "import sys; from phalanx.cli.train import run; sys.exit(run(sys.argv[1:]
 
 def _begun(out: Path, *argv: str) -> subprocess.Popen[str]:
     """A run of very many steps, once it has done one."""
-    words = [*SMALL, f"out={out}", "steps=1000000", "checkpoint.every=100000", *argv]
+    words = [
+        *SMALL,
+        f"out={out}",
+        "steps=1000000",
+        "checkpoint.every=100000",
+        *argv,
+    ]
     process = subprocess.Popen(
         [sys.executable, "-c", CODE, *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -283,7 +340,11 @@ def test_sigterm_ends_the_step_saves_and_leaves_with_75(
     whom: str, tmp_path: Path
 ) -> None:
     process = _begun(tmp_path / "run", "--ranks", "2")
-    told = process.pid if whom == "the command" else max(_descendants(process.pid))
+    told = (
+        process.pid
+        if whom == "the command"
+        else max(_descendants(process.pid))
+    )
     os.kill(told, signal.SIGTERM)
     args, _ = process.communicate(timeout=120)
     assert process.returncode == 75, args
@@ -295,7 +356,9 @@ def test_sigterm_ends_the_step_saves_and_leaves_with_75(
     ).is_file()
 
 
-def test_a_rank_that_is_killed_ends_the_run_with_1_and_its_name(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_run_with_1_and_its_name(
+    tmp_path: Path,
+) -> None:
     process = _begun(tmp_path / "run", "--ranks", "2")
     ranks = _descendants(process.pid)
     os.kill(max(ranks), signal.SIGKILL)
@@ -328,7 +391,9 @@ def test_a_rank_that_fails_by_itself_gives_up_what_waits_for_the_others(
 
     monkeypatch.setattr("phalanx.train.loop.train", lost)
     monkeypatch.setattr(
-        dist.distributed_c10d, "_abort_process_group", lambda: aborted.append(1)
+        dist.distributed_c10d,
+        "_abort_process_group",
+        lambda: aborted.append(1),
     )
     try:
         with pytest.raises(CommError, match="rank 1 is lost"):
@@ -367,7 +432,9 @@ def test_ranks_that_fail_at_one_step_three_times_are_not_started_again(
         if step:  # as rank 0 does after each step
             with closing(DoneSteps(tmp_path)) as done:
                 done.write(step)
-        raise RankFailed([Report(1, "the process was killed by signal 9", "", False)])
+        raise RankFailed(
+            [Report(1, "the process was killed by signal 9", "", False)]
+        )
 
     monkeypatch.setattr("phalanx.comm.launch", fail)
     argv = [*SMALL, f"out={tmp_path}", "layout=dp2", "train.restarts=9"]
@@ -414,7 +481,9 @@ def test_tasks_of_a_slurm_step_find_each_other_and_train_as_one_run(
         r for r in read_journal(out / "metrics.jsonl") if r["event"] == "start"
     )
     assert (start["ranks"], start["layout"]) == (2, "dp2 zero3")
-    assert (out / "checkpoints" / "step-00000002" / "rank-00001.safetensors").is_file()
+    assert (
+        out / "checkpoints" / "step-00000002" / "rank-00001.safetensors"
+    ).is_file()
 
 
 def _descendants(pid: int) -> list[int]:
@@ -422,7 +491,9 @@ def _descendants(pid: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             number, rest = path.read_text().split(" (", 1)
-            watches = "rank_watch.watcher" in path.with_name("cmdline").read_text()
+            watches = (
+                "rank_watch.watcher" in path.with_name("cmdline").read_text()
+            )
         except OSError:
             continue
         if int(rest.rpartition(") ")[2].split()[1]) == pid and not watches:

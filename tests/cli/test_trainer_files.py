@@ -41,7 +41,9 @@ def test_the_planned_file_holds_the_layout_that_was_planned(
     assert figures["layout"] in err
     words = ["--batch", "16", "--ranks", "8", "--json"]
     words += ["--model", "tiny"] * (trainer != "megatron")
-    words += ["--microbatches", str(planned.microbatches)] * (trainer == "accelerate")
+    words += ["--microbatches", str(planned.microbatches)] * (
+        trainer == "accelerate"
+    )
     assert main(["check", "--from", str(path), *words]) == 0
     read = json.loads(capsys.readouterr().out)
     assert Layout.parse(read["layout"]) == planned
@@ -115,7 +117,9 @@ def test_a_script_is_priced_and_faster_layouts_are_named(
     assert read["faster"][0]["layout"] in " ".join(out.split())
 
 
-def test_faults_end_with_1_and_name_key_and_rule(script: Path, capsys: Capture) -> None:
+def test_faults_end_with_1_and_name_key_and_rule(
+    script: Path, capsys: Capture
+) -> None:
     script.write_text(script.read_text() + " --overlap-param-gather --fp16")
     assert main(["check", "--from", str(script)]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -136,7 +140,9 @@ def test_what_no_rank_could_compute_is_named_without_a_price(
     assert "No memory and no time are predicted: the layout cannot run." in out
 
 
-def test_a_cluster_of_another_size_is_a_fault(script: Path, capsys: Capture) -> None:
+def test_a_cluster_of_another_size_is_a_fault(
+    script: Path, capsys: Capture
+) -> None:
     assert main(["check", "--from", str(script), "--cluster", "h100x32"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "--nnodes: starts 16 ranks, and the cluster has 32" in out
@@ -148,7 +154,9 @@ def test_python_reads_and_writes_files_too(script: Path) -> None:
     assert checked.right
     assert checked.choice is not None
     assert checked.choice.bytes > 16 * 1e6
-    flags = shlex.split(phalanx.plan("tiny", "h100x8", trainer="megatron").file.text)
+    flags = shlex.split(
+        phalanx.plan("tiny", "h100x8", trainer="megatron").file.text
+    )
     assert "--num-layers" in flags
     with pytest.raises(UsageError, match="Name whose file"):
         _ = phalanx.plan("tiny", "h100x8").file
@@ -159,15 +167,27 @@ def test_python_reads_and_writes_files_too(script: Path) -> None:
     [
         (["plan", "--layout", "dp2"], "--layout goes with --for"),
         (["plan", "--for", "horovod"], "horovod"),
-        ([*PLAN, "--for", "nemo", "--page", "a.html"], "--page does not go with --for"),
-        ([*PLAN, "--for", "nemo", "--explain", "dp8"], "--explain does not go"),
+        (
+            [*PLAN, "--for", "nemo", "--page", "a.html"],
+            "--page does not go with --for",
+        ),
+        (
+            [*PLAN, "--for", "nemo", "--explain", "dp8"],
+            "--explain does not go",
+        ),
         ([*PLAN, "--for", "nemo", "--layout", "dp2"], "is for 2 ranks"),
         (["check", "dp2", "--from", "x.sh"], "one too many"),
-        (["check", "--from", "x.sh", "--device", "h100"], "--device does not go with"),
+        (
+            ["check", "--from", "x.sh", "--device", "h100"],
+            "--device does not go with",
+        ),
         (["check", "dp2", "--ranks", "2"], "--ranks goes with --from"),
         (["check"], "name a layout"),
         (["check", "--from", "missing.sh"], "cannot read"),
-        (["check", "--from", "a.json", "--trainer", "nemo"], "is configured by YAML"),
+        (
+            ["check", "--from", "a.json", "--trainer", "nemo"],
+            "is configured by YAML",
+        ),
     ],
 )
 def test_words_that_mean_nothing_are_refused(

@@ -36,11 +36,22 @@ class Hosts:
         self.names = names
 
     def start(
-        self, host: int, *words: str, env: Mapping[str, str] | None = None, log: Path
+        self,
+        host: int,
+        *words: str,
+        env: Mapping[str, str] | None = None,
+        log: Path,
     ) -> subprocess.Popen[bytes]:
         """A command on a host; its output goes to a file."""
         name = self.names[host]
-        inside = ["unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh"]
+        inside = [
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname {name}; exec "$@"',
+            "sh",
+        ]
         with log.open("ab") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", name, *inside, *words],
@@ -64,7 +75,9 @@ def two_hosts() -> Iterator[Hosts]:
             _ip("netns", "add", name)
             own = Path("/etc/netns", name)  # `ip netns exec` lays it over /etc
             own.mkdir(parents=True)
-            (own / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+            (own / "hosts").write_text(
+                f"127.0.0.1 localhost\n127.0.1.1 {name}\n"
+            )
             _ip("-n", name, "link", "set", "lo", "up")
         pair = ["type", "veth", "peer", "veth0", "netns", names[1]]
         _ip("-n", names[0], "link", "add", "veth0", *pair)

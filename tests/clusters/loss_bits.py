@@ -10,4 +10,8 @@ from phalanx.layout.journal import read_journal
 def losses(out: Path) -> dict[int, str]:
     """The loss of each step as it was last done, bit by bit."""
     records = read_journal(out / "metrics.jsonl")
-    return {r["step"]: float(r["loss"]).hex() for r in records if r["event"] == "step"}
+    return {
+        r["step"]: float(r["loss"]).hex()
+        for r in records
+        if r["event"] == "step"
+    }

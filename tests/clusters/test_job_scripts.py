@@ -26,7 +26,9 @@ PROGRAMS = {
 }
 
 
-def _ended(folder: Path, *ends: tuple[int, dict[str, object]]) -> tuple[int, list[str]]:
+def _ended(
+    folder: Path, *ends: tuple[int, dict[str, object]]
+) -> tuple[int, list[str]]:
     """The exit code of the job, and the calls that it made, if its starts end so."""
     lines = [f"{code} {json.dumps(record)}" for code, record in ends]
     (folder / "ends").write_text("\n".join(lines) + "\n")
@@ -45,7 +47,9 @@ def _ended(folder: Path, *ends: tuple[int, dict[str, object]]) -> tuple[int, lis
 
 @pytest.fixture
 def job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RUN)
@@ -64,7 +68,9 @@ def _stop(by: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR1"])
-def test_a_job_that_slurm_has_warned_is_queued_again(by: str, job: Path) -> None:
+def test_a_job_that_slurm_has_warned_is_queued_again(
+    by: str, job: Path
+) -> None:
     assert _ended(job, (75, _stop(by))) == (0, ["srun", "scontrol requeue 7"])
 
 
@@ -83,7 +89,9 @@ def test_a_job_that_a_user_has_stopped_or_that_is_done_is_not_queued_again(
     assert _ended(job, (code, record)) == (0, ["srun"])
 
 
-def test_tasks_that_fail_are_started_again_as_often_as_the_run_says(job: Path) -> None:
+def test_tasks_that_fail_are_started_again_as_often_as_the_run_says(
+    job: Path,
+) -> None:
     failed = (1, {"event": "step"})
     assert _ended(job, failed, failed, failed, failed) == (1, ["srun"] * 3)
     assert _ended(job, failed, (0, {"event": "end"})) == (0, ["srun"] * 2)

@@ -33,9 +33,19 @@ def _starts(out: Path) -> list[tuple[int, str]]:
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The losses of two local ranks over gloo."""
     out = tmp_path_factory.mktemp("local") / "run"
-    words = [*TRAIN, *SAME, f"out={out}", "layout=dp2 zero1", "--backend", "gloo"]
+    words = [
+        *TRAIN,
+        *SAME,
+        f"out={out}",
+        "layout=dp2 zero1",
+        "--backend",
+        "gloo",
+    ]
     subprocess.run(
-        words, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        words,
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     return losses(out)
 
@@ -64,7 +74,9 @@ AGENT = [
 ]  # fmt: skip
 
 
-def _agent(hosts: Hosts, host: int, out: Path, *words: str) -> subprocess.Popen[bytes]:
+def _agent(
+    hosts: Hosts, host: int, out: Path, *words: str
+) -> subprocess.Popen[bytes]:
     """One host's agent, as `phalanx launch torchrun` prints it."""
     command = [
         *AGENT,
@@ -74,7 +86,9 @@ def _agent(hosts: Hosts, host: int, out: Path, *words: str) -> subprocess.Popen[
         "layout=dp2 zero1",
         "train.fallback=tp1",
     ]
-    waits = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
+    waits = (
+        "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
+    )
     command[3:3] = [
         f"--local-addr={ADDRESSES[host]}",
         f"--rdzv-conf=is_host={int(host == 0)},{waits}",
@@ -113,7 +127,12 @@ def test_a_lost_host_is_gone_on_without_and_with_again(
     first layout again. In float64 the layouts' losses agree to rounding."""
     out = tmp_path / "run"
     # A low learning rate: rounding then grows little over hundreds of steps.
-    more = ["steps=100000", "checkpoint.every=5", "precision=fp64", "optimizer.lr=1e-4"]
+    more = [
+        "steps=100000",
+        "checkpoint.every=5",
+        "precision=fp64",
+        "optimizer.lr=1e-4",
+    ]
     agents = [_agent(hosts, host, out, *more) for host in (0, 1)]
 
     def logs() -> str:
@@ -123,13 +142,18 @@ def test_a_lost_host_is_gone_on_without_and_with_again(
 
     try:
         _wait(
-            lambda: len(losses(out)) > 7 if (out / "metrics.jsonl").exists() else False,
+            lambda: (
+                len(losses(out)) > 7
+                if (out / "metrics.jsonl").exists()
+                else False
+            ),
             logs,
         )
         _end(agents[1])
         _wait(
             lambda: (
-                len(_starts(out)) > 1 and max(losses(out)) > _starts(out)[-1][0] + 7
+                len(_starts(out)) > 1
+                and max(losses(out)) > _starts(out)[-1][0] + 7
             ),
             logs,
         )
@@ -155,7 +179,10 @@ def test_a_lost_host_is_gone_on_without_and_with_again(
         "1",
     ]
     subprocess.run(
-        words, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        words,
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     want = {step: float.fromhex(x) for step, x in losses(alone).items()}
     got = {step: float.fromhex(x) for step, x in kept.items()}

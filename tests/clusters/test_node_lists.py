@@ -82,14 +82,26 @@ def expanded(nodes: str) -> list[str]:
                 first, _, last = one.partition("-")
                 if first:
                     whole = range(int(first), int(last or first) + 1)
-                    numbers += [str(number).zfill(len(first)) for number in whole]
+                    numbers += [
+                        str(number).zfill(len(first)) for number in whole
+                    ]
             choices.append([text] if text else numbers)
         names += ["".join(parts) for parts in product(*choices)]
     return names
 
 
 def test_the_expander_of_this_test_gives_a_list_that_slurm_prints() -> None:
-    want = ["r1n08", "r1n09", "r1n10", "r1n3", "r2n08", "r2n09", "r2n10", "r2n3", "io"]
+    want = [
+        "r1n08",
+        "r1n09",
+        "r1n10",
+        "r1n3",
+        "r2n08",
+        "r2n09",
+        "r2n10",
+        "r2n3",
+        "io",
+    ]
     assert expanded("r[1-2]n[08-10,3],io") == want
 
 
@@ -112,7 +124,9 @@ ITEM = st.lists(TEXT | BRACKET, min_size=1, max_size=4).map("".join)
 
 
 @given(st.lists(ITEM, min_size=1, max_size=3).map(",".join))
-def test_the_first_node_is_the_first_of_the_whole_expansion(nodes: str) -> None:
+def test_the_first_node_is_the_first_of_the_whole_expansion(
+    nodes: str,
+) -> None:
     assert first_node(nodes) == expanded(nodes)[0]
 
 
@@ -145,7 +159,9 @@ def test_a_step_on_some_nodes_of_its_job_meets_on_its_own_first_node() -> None:
     assert named.host == "head"
 
 
-def test_steps_of_one_job_that_run_beside_each_other_have_other_ports() -> None:
+def test_steps_of_one_job_that_run_beside_each_other_have_other_ports() -> (
+    None
+):
     ports = set()
     for step in range(8):
         at = rendezvous({**SLURM, "SLURM_STEP_ID": str(step)})
@@ -169,23 +185,37 @@ SKY = {
 NUMBERS = [
     *(
         (TORCHRUN, n)
-        for n in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        for n in (
+            "RANK",
+            "WORLD_SIZE",
+            "MASTER_PORT",
+            "TORCHELASTIC_RESTART_COUNT",
+        )
     ),
     *(
         (SLURM, n)
-        for n in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "MASTER_PORT")
+        for n in (
+            "SLURM_PROCID",
+            "SLURM_NTASKS",
+            "SLURM_JOB_ID",
+            "MASTER_PORT",
+        )
     ),
     *((SKY, n) for n in SKY if n != "SKYPILOT_NODE_IPS"),
 ]
 
 
 @pytest.mark.parametrize("value", ["x", "1.5", "0x1", "٣", "9" * 5000])
-@pytest.mark.parametrize("table, name", NUMBERS, ids=[name for _, name in NUMBERS])
+@pytest.mark.parametrize(
+    "table, name", NUMBERS, ids=[name for _, name in NUMBERS]
+)
 def test_a_number_of_a_launcher_that_is_none_is_refused_by_its_name(
     table: dict[str, str], name: str, value: str
 ) -> None:
     environment = {**table, name: value}
-    with pytest.raises(EnvironmentMistake, match=f"{name} is .*must be a whole number"):
+    with pytest.raises(
+        EnvironmentMistake, match=f"{name} is .*must be a whole number"
+    ):
         rendezvous(environment) or node_command(environment, None)
 
 

@@ -24,7 +24,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         os.geteuid() != 0
-        or not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "munged"))),
+        or not all(
+            map(shutil.which, ("slurmctld", "slurmd", "sbatch", "munged"))
+        ),
         reason="no Slurm, or not root",
     ),
 ]
@@ -52,13 +54,17 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def slurm(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, str]]:
     """The environment in which commands of Slurm, and phalanx, are found."""
     folder = tmp_path_factory.mktemp("slurm")
     for name in ("state", "spool", "bin"):
         (folder / name).mkdir()
     conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(host=socket.gethostname().split(".")[0], folder=folder))
+    conf.write_text(
+        CONF.format(host=socket.gethostname().split(".")[0], folder=folder)
+    )
     command = folder / "bin" / "phalanx"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m phalanx "$@"\n')
     command.chmod(0o755)
@@ -67,9 +73,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     Path("/run/munge").mkdir(mode=0o755, exist_ok=True)
     shutil.chown("/run/munge", "munge")
     # may run already
-    subprocess.run(["su", "-s", "/bin/sh", "munge", "-c", "munged"], check=False)
+    subprocess.run(
+        ["su", "-s", "/bin/sh", "munge", "-c", "munged"], check=False
+    )
     for daemon in ("slurmctld", "slurmd"):
-        subprocess.run([daemon, "-f", str(conf)], check=True, env=env, timeout=30)
+        subprocess.run(
+            [daemon, "-f", str(conf)], check=True, env=env, timeout=30
+        )
     try:
         yield env
     finally:
@@ -89,7 +99,9 @@ def _submit(env: dict[str, str], folder: Path, *words: str) -> str:
     return done.stdout.split()[-1]
 
 
-def _wait(what: str, env: dict[str, str], job: str, seconds: float = 300.0) -> None:
+def _wait(
+    what: str, env: dict[str, str], job: str, seconds: float = 300.0
+) -> None:
     """Until a field of the job has that value."""
     end, text = time.monotonic() + seconds, ""
     while what not in text.split():
@@ -109,8 +121,17 @@ def test_a_batch_script_gives_the_losses_of_local_ranks(
 ) -> None:
     _wait("JobState=COMPLETED", slurm, _submit(slurm, tmp_path, "steps=12"))
     out = tmp_path / "local"
-    words = [*TRAIN, "steps=12", f"out={out}", "layout=dp2 zero1", "--backend", "gloo"]
-    subprocess.run(words, check=True, timeout=300, env=slurm, capture_output=True)
+    words = [
+        *TRAIN,
+        "steps=12",
+        f"out={out}",
+        "layout=dp2 zero1",
+        "--backend",
+        "gloo",
+    ]
+    subprocess.run(
+        words, check=True, timeout=300, env=slurm, capture_output=True
+    )
     assert losses(tmp_path / "runs" / "job") == losses(out)
 
 
@@ -128,5 +149,7 @@ def test_a_job_that_is_warned_saves_and_is_queued_again(
     _wait("Restarts=1", slurm, job)
     last = read_journal(journal)[-1]
     assert last["event"] == "stop"
-    assert (journal.parent / "checkpoints" / f"step-{last['step']:08}").is_dir()
+    assert (
+        journal.parent / "checkpoints" / f"step-{last['step']:08}"
+    ).is_dir()
     subprocess.run(["scancel", job], check=True, env=slurm)

@@ -35,7 +35,9 @@ class AsNccl(ProcessWorld):
         World.__init__(self, world.rank, world.size, world.device)
         self.native, self._timeout = True, world._timeout
 
-    def _connect(self, line: dist.ProcessGroup, source: int, target: int) -> None:
+    def _connect(
+        self, line: dist.ProcessGroup, source: int, target: int
+    ) -> None:
         connect(line, "peers")
         super()._connect(line, source, target)
 
@@ -45,7 +47,9 @@ class AsNccl(ProcessWorld):
 
 
 # What each communicator is connected for: "peers" or "collectives".
-_connected: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_connected: weakref.WeakKeyDictionary[Any, set[str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def connect(group: Any, kind: str) -> None:
@@ -72,16 +76,22 @@ class ConnectingGroup(TorchGroup):
 
 
 def split_group(
-    split_ranks: list[list[int]], timeout: timedelta, pg_options: Any, group_desc: str
+    split_ranks: list[list[int]],
+    timeout: timedelta,
+    pg_options: Any,
+    group_desc: str,
 ) -> Any:
     """In place of torch's, which is for NCCL only: the groups part all ranks; this rank's own."""
     members = sorted(rank for ranks in split_ranks for rank in ranks)
     assert members == list(range(dist.get_world_size())), split_ranks
     made = [
-        dist.new_group(ranks, timeout, group_desc=group_desc) for ranks in split_ranks
+        dist.new_group(ranks, timeout, group_desc=group_desc)
+        for ranks in split_ranks
     ]
     return next(
-        group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER
+        group
+        for group in made
+        if group is not dist.GroupMember.NON_GROUP_MEMBER
     )
 
 
@@ -131,9 +141,19 @@ def use_every_group(world: World, texts: list[str]) -> list[int]:
             )
             counts[-1] += group.size > 1
         sends = [op for row in program.rows for op in row if op.kind == ">"]
-        for group, forward in ((groups.activations, True), (groups.gradients, False)):
-            ends = {(op.piece, op.peer) for op in sends if (op.of == "F") == forward}
-            stages = {(program.host[piece], program.host[peer]) for piece, peer in ends}
+        for group, forward in (
+            (groups.activations, True),
+            (groups.gradients, False),
+        ):
+            ends = {
+                (op.piece, op.peer)
+                for op in sends
+                if (op.of == "F") == forward
+            }
+            stages = {
+                (program.host[piece], program.host[peer])
+                for piece, peer in ends
+            }
             assert bool(stages) == (layout.pp > 1), text
             for i, j in sorted(stages):
                 send_along(group, i, j)

@@ -8,7 +8,14 @@ from rank_threads import threads_of
 from phalanx.comm import workers
 from phalanx.comm.late import late
 
-WORLDS = ("alone-1", "threads-1", "threads-2", "threads-3", "threads-4", "threads-8")
+WORLDS = (
+    "alone-1",
+    "threads-1",
+    "threads-2",
+    "threads-3",
+    "threads-4",
+    "threads-8",
+)
 LATE = ("late-1", "late-2", "late-3", "late-4", "late-8")
 PROCESSES = ("shm-2", "shm-3", "shm-4", "shm-8", "gloo-2", "gloo-4")
 

@@ -54,7 +54,9 @@ def start(k: int, step: Step, rank: int, size: int) -> Tensor:
     if step.dtype in EXACT:
         low = 0 if step.dtype in (torch.uint8, torch.bool) else -2
         return torch.randint(low, 2, (size * M,), generator=g).to(step.dtype)
-    return torch.randn(size * M, generator=g, dtype=torch.float64).to(step.dtype)
+    return torch.randn(size * M, generator=g, dtype=torch.float64).to(
+        step.dtype
+    )
 
 
 def begin(group, step, x):
@@ -118,7 +120,9 @@ def expected(step: Step, xs: list[Tensor]) -> list[Tensor]:
     if step.kind == "all_reduce":
         return [one_process(xs, step.op)] * n
     if step.kind == "reduce":
-        return [one_process(xs, step.op) if i == root else xs[i] for i in range(n)]
+        return [
+            one_process(xs, step.op) if i == root else xs[i] for i in range(n)
+        ]
     if step.kind == "broadcast":
         return [xs[root]] * n
     if step.kind == "all_gather":
@@ -146,7 +150,9 @@ def sequence(world: World, steps: list[Step]) -> list[Tensor]:
     results = []
     works = []
     for k, step in enumerate(steps):
-        work, result = begin(group, step, start(k, step, world.rank, world.size))
+        work, result = begin(
+            group, step, start(k, step, world.rank, world.size)
+        )
         works.append(work)
         results.append(result)
     for work in reversed(works):
@@ -203,7 +209,9 @@ def nans(world: World) -> list[Tensor]:
                 float(world.rank),
                 -1.5 - world.rank,
             ]
-            values[0] = float("nan") if world.rank == world.size - 1 else values[0]
+            values[0] = (
+                float("nan") if world.rank == world.size - 1 else values[0]
+            )
             x = torch.tensor(values, dtype=dtype)
             group.all_reduce(x, op)
             results.append(x)
@@ -216,7 +224,9 @@ def uneven(world: World) -> list[Tensor]:
     group = world.split("all", [range(world.size)])
     n, me = world.size, world.rank
     counts = [me + j for j in range(n)]
-    x = torch.cat([torch.full((me + j, 2), float(10 * me + j)) for j in range(n)])
+    x = torch.cat(
+        [torch.full((me + j, 2), float(10 * me + j)) for j in range(n)]
+    )
     out = torch.zeros(sum(counts), 2)
     group.all_to_all(out, x, counts, counts)
     world.clear()
@@ -230,11 +240,15 @@ def letters(world: World) -> list[float]:
     got = []
     if peer is not None:
         for i in range(4):
-            x = torch.full((1 + 100_000 * (i % 2),), float(10 * group.rank + i))
+            x = torch.full(
+                (1 + 100_000 * (i % 2),), float(10 * group.rank + i)
+            )
             group.send(x, peer)
             x.fill_(-1.0)  # what was sent is the sender's again at once
         late = [torch.zeros(1 + 100_000 * (i % 2)) for i in range(4)]
-        works = [group.receive(x, peer, wait=i == 0) for i, x in enumerate(late)]
+        works = [
+            group.receive(x, peer, wait=i == 0) for i, x in enumerate(late)
+        ]
         for work in reversed(works):
             work.wait()
         got = [x[-1].item() for x in late]
@@ -267,7 +281,8 @@ def closed_and_held(world: World) -> tuple[int, int, int]:
     try:
         counts.append(len(os.listdir("/proc/self/task")))
         groups = [
-            world.split(f"held{i}", (tuple(range(world.size)),)) for i in range(4)
+            world.split(f"held{i}", (tuple(range(world.size)),))
+            for i in range(4)
         ]
         for group in groups:
             group.all_reduce(torch.ones(4))
@@ -293,7 +308,9 @@ def listening(world: World) -> list[str]:
         with open(f"/proc/self/net/{table}") as lines:
             rows = [line.split() for line in lines][1:]
         found += [
-            row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine
+            row[1]
+            for row in rows
+            if row[3] == "0A" and f"socket:[{row[9]}]" in mine
         ]
     return found
 
@@ -318,7 +335,9 @@ def one_is_killed(world: World) -> None:
 
 def one_stays_away(world: World) -> None:
     """The last rank calls on another group."""
-    here, there = (world.split(name, [range(world.size)]) for name in ("tp", "dp"))
+    here, there = (
+        world.split(name, [range(world.size)]) for name in ("tp", "dp")
+    )
     (there if world.rank == world.size - 1 else here).all_gather(
         torch.zeros(3 * world.size), torch.ones(3)
     )
@@ -331,12 +350,17 @@ def one_returns(world: World) -> None:
 
 
 def other_size(world: World) -> None:
-    world.split("tp", [range(world.size)]).all_reduce(torch.ones(3 + world.rank))
+    world.split("tp", [range(world.size)]).all_reduce(
+        torch.ones(3 + world.rank)
+    )
 
 
 def other_order(world: World) -> None:
     group = world.split("tp", [range(world.size)])
-    calls = [lambda: group.barrier(), lambda: group.broadcast(torch.ones(2), 0)]
+    calls = [
+        lambda: group.barrier(),
+        lambda: group.broadcast(torch.ones(2), 0),
+    ]
     for call in calls if world.rank else reversed(calls):
         call()
 

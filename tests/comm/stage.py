@@ -57,7 +57,8 @@ class Stage:
                     self._next()
 
         threads = [
-            threading.Thread(target=play, args=(rank,)) for rank in range(self.size)
+            threading.Thread(target=play, args=(rank,))
+            for rank in range(self.size)
         ]
         for thread in threads:
             thread.start()
@@ -87,7 +88,9 @@ class Stage:
 
     def _wait_for_turn(self, rank):
         with self._changed:
-            self._changed.wait_for(lambda: self._runs == rank or self.error is not None)
+            self._changed.wait_for(
+                lambda: self._runs == rank or self.error is not None
+            )
         if self.error is not None:
             raise Stuck("another member has failed")
 
@@ -155,7 +158,9 @@ class Shared(SharedWorld):
     def __init__(self, stage, reserved, rank):
         self.rank, self.size = rank, stage.size
         self.arena = Arena(reserved.path, reserved.extent, rank)
-        self.arena.words = Words(self.arena.words, stage, rank, _headers(self.arena))
+        self.arena.words = Words(
+            self.arena.words, stage, rank, _headers(self.arena)
+        )
         self.watch = _Watch(stage, rank)
         self._everyone = Collectives(
             self.arena, 0, "the world", tuple(range(self.size)), 0

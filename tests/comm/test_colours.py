@@ -28,7 +28,9 @@ def colour_by_hand(ranks: Ranks) -> int:
     return hashed % (2**31 - 1)
 
 
-@pytest.mark.parametrize("ranks", [(0,), (0, 1), (7, 1478, 131071), tuple(range(64))])
+@pytest.mark.parametrize(
+    "ranks", [(0,), (0, 1), (7, 1478, 131071), tuple(range(64))]
+)
 def test_the_colour_is_the_hash_that_torch_computes(ranks: Ranks) -> None:
     assert colours([ranks]) == [colour_by_hand(ranks)]
 
@@ -37,7 +39,9 @@ def assert_safe(groups: Sequence[Ranks], world: int) -> list[list[Ranks]]:
     """Rounds that make every group, hold each rank once, and have no two groups of one colour."""
     made = rounds(groups, world)
     for parts in made:
-        assert sorted(rank for ranks in parts for rank in ranks) == list(range(world))
+        assert sorted(rank for ranks in parts for rank in ranks) == list(
+            range(world)
+        )
         assert len(set(colours(parts))) == len(parts)
     together = [ranks for parts in made for ranks in parts]
     assert set(groups) <= set(together)
@@ -68,20 +72,31 @@ def test_rounds_are_safe_where_many_colours_are_alike(
         # so few colours that every split has collisions
         patch.setattr(module, "_MODULUS", 61)
         assert_safe(
-            [ranks for ranks in partition(seed, world, size) if len(ranks) > 1], world
+            [
+                ranks
+                for ranks in partition(seed, world, size)
+                if len(ranks) > 1
+            ],
+            world,
         )
 
 
 def splits_of(mesh: Mesh) -> list[list[Ranks]]:
     """The groups along every axis, and the pairs along which stages of a pipeline send."""
-    axes = [axis for axis in ("dp", "pp", "tp", "cp", "ep") if mesh.of(axis) > 1]
+    axes = [
+        axis for axis in ("dp", "pp", "tp", "cp", "ep") if mesh.of(axis) > 1
+    ]
     splits = [mesh.groups([axis]) for axis in axes]
     splits += [mesh.groups([a, b]) for a, b in product(axes, axes) if a < b]
     stages = mesh.groups(["pp"])
     for first in (0, 1):
-        pairs = [p[i : i + 2] for p in stages for i in range(first, len(p) - 1, 2)]
+        pairs = [
+            p[i : i + 2] for p in stages for i in range(first, len(p) - 1, 2)
+        ]
         splits.append([tuple(pair) for pair in pairs])
-    return [[tuple(ranks) for ranks in split if len(ranks) > 1] for split in splits]
+    return [
+        [tuple(ranks) for ranks in split if len(ranks) > 1] for split in splits
+    ]
 
 
 # As the planner proposes them for large clusters; the first has collisions in its pipeline's pairs.
@@ -95,7 +110,9 @@ LARGE = [
 SLOW = [
     f"dp{ranks // (pp * tp * cp)} pp{pp} cp{cp} tp{tp}"
     for ranks in (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-    for pp, tp, cp in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16))
+    for pp, tp, cp in product(
+        (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
+    )
 ]
 
 
@@ -111,4 +128,6 @@ def test_no_split_of_a_large_layout_confuses_two_groups(text: str) -> None:
 def test_a_large_layout_has_groups_of_one_colour() -> None:
     """Otherwise the tests above would show nothing."""
     mesh = Layout.parse("dp32 pp8 tp8").mesh
-    assert any(len(rounds(split, mesh.size)) > 1 for split in splits_of(mesh) if split)
+    assert any(
+        len(rounds(split, mesh.size)) > 1 for split in splits_of(mesh) if split
+    )

@@ -23,7 +23,14 @@ from group_cases import (
 )
 from rank_threads import threads_of
 
-from phalanx.comm import AloneWorld, CommError, CommMisuse, RankFailed, launch, workers
+from phalanx.comm import (
+    AloneWorld,
+    CommError,
+    CommMisuse,
+    RankFailed,
+    launch,
+    workers,
+)
 from phalanx.comm.threads import Hub
 
 
@@ -73,7 +80,9 @@ def test_threads_that_disagree_all_raise_the_same_sentence_at_once(fn, said):
 def test_a_timeout_names_who_waits_where_and_who_has_not_come():
     text = str(failure(threads_of(3, timeout=1.0), one_stays_away))
     first = text.splitlines()[0]
-    assert "has not arrived in 1 s" in first or "have not arrived in 1 s" in first
+    assert (
+        "has not arrived in 1 s" in first or "have not arrived in 1 s" in first
+    )
     assert "waits in all_gather on tp" in first
     assert "waits in all_gather on dp" in first
 
@@ -88,11 +97,16 @@ def test_waiting_for_a_thread_that_has_returned_ends_without_the_timeout():
 @pytest.mark.parametrize(
     "fn, first",
     [
-        (one_raises, "rank 1 failed: KeyError: 'the second rank stumbles'\nTraceback"),
+        (
+            one_raises,
+            "rank 1 failed: KeyError: 'the second rank stumbles'\nTraceback",
+        ),
         (one_is_killed, "rank 1 failed: the process was killed by signal 9"),
     ],
 )
-def test_a_process_that_ends_ends_the_others_and_the_next_run_starts_afresh(fn, first):
+def test_a_process_that_ends_ends_the_others_and_the_next_run_starts_afresh(
+    fn, first
+):
     with workers(3, backend="gloo", timeout=3600.0) as run:
         old = run(process)
         assert str(failure(run, fn)).startswith(first)
@@ -131,13 +145,16 @@ def test_no_rank_outlives_a_launcher_that_is_killed():
 
 
 @pytest.mark.skipif(
-    not os.path.exists("/proc/self/net/tcp"), reason="the kernel does not list sockets"
+    not os.path.exists("/proc/self/net/tcp"),
+    reason="the kernel does not list sockets",
 )
 def test_local_processes_listen_on_loopback_only(kept):
     run, _ = kept("gloo-2")
     addresses = [address for rank in run(listening) for address in rank]
     assert addresses
-    assert all(address.split(":")[0].endswith("0100007F") for address in addresses)
+    assert all(
+        address.split(":")[0].endswith("0100007F") for address in addresses
+    )
 
 
 def test_a_member_may_close_a_group_of_threads_before_another_has_come_to_it():
@@ -156,14 +173,17 @@ def test_an_unknown_group_and_a_world_of_nobody_are_refused_in_a_sentence():
     with pytest.raises(CommMisuse, match=BACKEND):
         launch(process, 2, backend="ether")
     with pytest.raises(
-        CommMisuse, match="named 'shared'; it is now called shm; choose one of auto"
+        CommMisuse,
+        match="named 'shared'; it is now called shm; choose one of auto",
     ):
         launch(process, 2, backend="shared")
     with pytest.raises(CommMisuse, match="at least 1 rank, not 0"):
         launch(process, 0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here nccl may well be used")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="here nccl may well be used"
+)
 def test_nccl_without_gpus_is_refused_before_any_process_starts():
     with pytest.raises(
         CommMisuse,
@@ -174,21 +194,29 @@ def test_nccl_without_gpus_is_refused_before_any_process_starts():
 
 MISUSES = {
     "is not contiguous": lambda w: w.all_reduce(torch.zeros(4, 4).t()),
-    "no reduction is named 'mean'": lambda w: w.all_reduce(torch.zeros(1), "mean"),
+    "no reduction is named 'mean'": lambda w: w.all_reduce(
+        torch.zeros(1), "mean"
+    ),
     "average of torch.int64 is not defined": lambda w: w.all_reduce(
         torch.ones(1).long(), "average"
     ),
-    "sum of torch.bool is not defined": lambda w: w.all_reduce(torch.ones(1).bool()),
-    "there is no rank 1 in a group of 1": lambda w: w.broadcast(torch.zeros(1), 1),
-    "there is no rank -1 in a group of 1": lambda w: w.send(torch.zeros(1), -1),
+    "sum of torch.bool is not defined": lambda w: w.all_reduce(
+        torch.ones(1).bool()
+    ),
+    "there is no rank 1 in a group of 1": lambda w: w.broadcast(
+        torch.zeros(1), 1
+    ),
+    "there is no rank -1 in a group of 1": lambda w: w.send(
+        torch.zeros(1), -1
+    ),
     "out has 2 elements, 3 are needed": lambda w: w.all_gather(
         torch.zeros(2), torch.zeros(3)
     ),
     "torch.float64 and torch.float32 in one": lambda w: w.all_gather(
         torch.zeros(3).double(), torch.zeros(3)
     ),
-    "in_splits [2] must be 1 counts that add up to 3 rows": lambda w: w.all_to_all(
-        torch.zeros(3), torch.zeros(3), None, [2]
+    "in_splits [2] must be 1 counts that add up to 3 rows": lambda w: (
+        w.all_to_all(torch.zeros(3), torch.zeros(3), None, [2])
     ),
     "the root passes 1 tensors": lambda w: w.scatter(torch.zeros(1), None, 0),
     "part 0 has 2 elements, the others 1": lambda w: w.gather(
@@ -240,11 +268,16 @@ def test_a_signal_that_another_thread_gets_is_noticed_while_ranks_are_waited_for
             time.sleep(0.01)
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
 
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: answer.touch())
+    before = signal.signal(
+        signal.SIGUSR2, lambda number, frame: answer.touch()
+    )
     thread = threading.Thread(target=get_a_signal)
     thread.start()
     try:
-        assert launch(waits_for_a_file, 2, ready, answer, backend="shm") == [True, True]
+        assert launch(waits_for_a_file, 2, ready, answer, backend="shm") == [
+            True,
+            True,
+        ]
     finally:
         thread.join()
         signal.signal(signal.SIGUSR2, before)

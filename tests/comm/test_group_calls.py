@@ -44,7 +44,9 @@ LOOSE = {
 def assert_like_one_process(run, size, steps, exact):
     results = run(sequence, steps)
     for k, step in enumerate(steps):
-        wanted = expected(step, [start(k, step, rank, size) for rank in range(size)])
+        wanted = expected(
+            step, [start(k, step, rank, size) for rank in range(size)]
+        )
         for rank in range(size):
             loose = 0.0 if exact or step.dtype in EXACT else LOOSE[step.dtype]
             torch.testing.assert_close(
@@ -52,7 +54,9 @@ def assert_like_one_process(run, size, steps, exact):
                 wanted[rank],
                 rtol=loose,
                 atol=loose,
-                msg=lambda text, rank=rank, step=step: f"{step} on rank {rank}: {text}",
+                msg=lambda text, rank=rank, step=step: (
+                    f"{step} on rank {rank}: {text}"
+                ),
             )
 
 
@@ -67,15 +71,21 @@ def every_step(size, wait):
     return [step for step in dict.fromkeys(steps) if meaningful(step)]
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["blocking", "asynchronous"])
-def test_every_collective_op_and_dtype_gives_what_one_process_gives(world, wait):
+@pytest.mark.parametrize(
+    "wait", [True, False], ids=["blocking", "asynchronous"]
+)
+def test_every_collective_op_and_dtype_gives_what_one_process_gives(
+    world, wait
+):
     run, size, exact = world
     assert_like_one_process(run, size, every_step(size, wait), exact)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), size=st.sampled_from([1, 2, 3, 4, 8]))
-def test_any_sequence_of_calls_over_threads_equals_one_process_bit_for_bit(data, size):
+def test_any_sequence_of_calls_over_threads_equals_one_process_bit_for_bit(
+    data, size
+):
     step = st.builds(
         Step,
         kind=st.sampled_from(KINDS),
@@ -144,7 +154,9 @@ def test_two_that_both_send_first_both_receive_in_the_order_sent(world):
 def test_a_letter_is_not_taken_for_a_part_of_a_collective(world):
     run, size, _ = world
     for me, (gathered, came) in enumerate(run(late_letters)):
-        for i, (everyone, letter) in enumerate(zip(gathered, came, strict=True)):
+        for i, (everyone, letter) in enumerate(
+            zip(gathered, came, strict=True)
+        ):
             assert everyone.tolist() == [10 * i + rank for rank in range(size)]
             assert letter.item() == 100 * i + (me - 1) % size
 
@@ -166,7 +178,15 @@ def test_what_was_sent_may_be_overwritten_before_the_receive_is_posted(world):
 
 @pytest.mark.parametrize(
     "name",
-    ["threads-2", "threads-4", "threads-8", "shm-4", "shm-8", "gloo-2", "gloo-4"],
+    [
+        "threads-2",
+        "threads-4",
+        "threads-8",
+        "shm-4",
+        "shm-8",
+        "gloo-2",
+        "gloo-4",
+    ],
 )
 def test_each_rank_gets_the_group_of_its_own_group_and_names_are_free_after_clear(
     name, kept
@@ -181,9 +201,12 @@ def test_each_rank_gets_the_group_of_its_own_group_and_names_are_free_after_clea
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/task").is_dir(), reason="counts threads as Linux tells them"
+    not Path("/proc/self/task").is_dir(),
+    reason="counts threads as Linux tells them",
 )
-def test_a_group_that_is_closed_leaves_no_thread_behind_though_somebody_holds_it(kept):
+def test_a_group_that_is_closed_leaves_no_thread_behind_though_somebody_holds_it(
+    kept,
+):
     run, _ = kept("gloo-2")
     for before, while_open, after in run(closed_and_held):
         assert while_open > before

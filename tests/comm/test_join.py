@@ -63,9 +63,10 @@ def test_a_tree_that_is_not_installed_joins_and_knows_its_version():
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout.strip()) == (0, phalanx.__version__), (
-        done.stderr
-    )
+    assert (done.returncode, done.stdout.strip()) == (
+        0,
+        phalanx.__version__,
+    ), done.stderr
 
 
 def test_torchrun_and_slurm_say_the_same_in_their_own_words():
@@ -84,10 +85,18 @@ def test_torchrun_and_slurm_say_the_same_in_their_own_words():
     assert rendezvous(TORCHRUN) == torchrun
     port = 20000 + 70001 % 20000
     slurm = Rendezvous(
-        3, 4, 1, "gpu003", port, source="SLURM_PROCID and SLURM_NTASKS of Slurm"
+        3,
+        4,
+        1,
+        "gpu003",
+        port,
+        source="SLURM_PROCID and SLURM_NTASKS of Slurm",
     )
     assert rendezvous(SLURM) == slurm
-    assert str(slurm) == "rank 3 of 4, from SLURM_PROCID and SLURM_NTASKS of Slurm"
+    assert (
+        str(slurm)
+        == "rank 3 of 4, from SLURM_PROCID and SLURM_NTASKS of Slurm"
+    )
     assert rendezvous(SLURM | {"SLURM_JOB_NODELIST": "io1,io2"}).host == "io1"
 
 
@@ -119,8 +128,14 @@ def test_one_process_on_each_node_becomes_torchrun_there():
 
 
 WRONG = [
-    ({"MASTER_PORT": ""}, "MASTER_PORT is not set; start every rank with torchrun"),
-    ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four'; it must be a whole number"),
+    (
+        {"MASTER_PORT": ""},
+        "MASTER_PORT is not set; start every rank with torchrun",
+    ),
+    (
+        {"WORLD_SIZE": "four"},
+        "WORLD_SIZE is 'four'; it must be a whole number",
+    ),
     ({"RANK": "4"}, "rank 4, local rank 1, of 4 ranks"),
     ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; a port lies between"),
 ]
@@ -134,7 +149,8 @@ def test_wrong_or_missing_variables_are_refused_in_a_sentence(change, said):
 
 def test_a_world_of_another_size_than_the_run_needs_is_refused():
     with pytest.raises(
-        CommMisuse, match=r"needs 8 ranks, but the launcher has started 4 .*; start 8"
+        CommMisuse,
+        match=r"needs 8 ranks, but the launcher has started 4 .*; start 8",
     ):
         join(8, environment=TORCHRUN)
     with pytest.raises(

@@ -24,7 +24,9 @@ def reads_a_sum_too_early(world):
 
 def reads_a_gather_too_early(world):
     out = torch.zeros(world.size, dtype=torch.int64)
-    work = everyone(world).all_gather(out, torch.tensor([world.rank]), wait=False)
+    work = everyone(world).all_gather(
+        out, torch.tensor([world.rank]), wait=False
+    )
     early = out.clone()
     work.wait()
     return early.tolist(), out.tolist()
@@ -84,7 +86,10 @@ def never_waits(world):
 @pytest.mark.parametrize(
     "fn, named",
     [
-        (writes_what_is_sent, "rank 0 in send on all: a tensor that the call reads"),
+        (
+            writes_what_is_sent,
+            "rank 0 in send on all: a tensor that the call reads",
+        ),
         (
             writes_what_is_scattered,
             "rank 1 in reduce_scatter on all: a tensor that the call reads",
@@ -97,7 +102,10 @@ def never_waits(world):
             writes_what_stands_still,
             "rank 0 in all_gather on all: a tensor that the call reads",
         ),
-        (never_waits, "in all_reduce on all: the group is closed before the wait"),
+        (
+            never_waits,
+            "in all_reduce on all: the group is closed before the wait",
+        ),
     ],
 )
 def test_who_touches_a_tensor_before_its_time_is_named(fn, named):
@@ -118,7 +126,9 @@ def part_of_the_whole(world):
 
 
 def test_a_part_may_lie_in_the_whole():
-    assert late(2)(part_of_the_whole) == [([0.0, 1.0, 4.0, 6.0], [3.0, 3.0])] * 2
+    assert (
+        late(2)(part_of_the_whole) == [([0.0, 1.0, 4.0, 6.0], [3.0, 3.0])] * 2
+    )
 
 
 def test_a_message_arrives_as_it_was_when_it_was_sent():

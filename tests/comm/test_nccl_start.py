@@ -128,7 +128,10 @@ def test_communicators_have_high_priority_and_flows_few_blocks(monkeypatch):
 
 def test_parts_of_one_gpu_are_different_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1f,MIG-2c")
-    assert [Devices().identity(index) for index in (0, 1)] == ["MIG-1f", "MIG-2c"]
+    assert [Devices().identity(index) for index in (0, 1)] == [
+        "MIG-1f",
+        "MIG-2c",
+    ]
 
 
 def test_an_accelerator_that_is_not_used_is_named(capsys):
@@ -136,7 +139,8 @@ def test_an_accelerator_that_is_not_used_is_named(capsys):
     machine.unused = "xpu"
     join(environment={}, devices=machine)
     assert (
-        "'xpu'; phalanx computes on NVIDIA and AMD GPUs only" in capsys.readouterr().err
+        "'xpu'; phalanx computes on NVIDIA and AMD GPUs only"
+        in capsys.readouterr().err
     )
     machine.unused = ""
     join(environment={}, devices=machine)
@@ -174,13 +178,18 @@ def test_nccl_for_more_ranks_than_gpus_is_refused():
         choose("nccl", 2, Machine("a"))
 
 
-def test_ranks_over_nccl_share_a_gpu_where_the_environment_says_so(monkeypatch):
+def test_ranks_over_nccl_share_a_gpu_where_the_environment_says_so(
+    monkeypatch,
+):
     """So that one GPU shows what ranks call of NCCL, which refuses two ranks of one host on it."""
     monkeypatch.setenv(SHARE_GPUS, "1")
     assert choose("nccl", 4, Machine("a")) == "nccl"
     with pytest.raises(CommMisuse, match="this machine has 0"):
         choose("nccl", 4, Machine())
-    hosts = [pool._as_if_on_a_host_of_its_own(rank)["NCCL_HOSTID"] for rank in range(4)]
+    hosts = [
+        pool._as_if_on_a_host_of_its_own(rank)["NCCL_HOSTID"]
+        for rank in range(4)
+    ]
     assert len(set(hosts)) == 4
 
 
@@ -193,7 +202,9 @@ def met(machines, groups=None, stores=None):
     def rank_thread(rank):
         at = Rendezvous(rank, size, rank, "", 1, served=True)
         try:
-            offered = offer(at, groups[rank] if groups else "auto", machines[rank])
+            offered = offer(
+                at, groups[rank] if groups else "auto", machines[rank]
+            )
             ends[rank] = meet(stores[rank], at, offered, timeout=20.0)
         except CommMisuse as error:
             ends[rank] = str(error)
@@ -234,7 +245,9 @@ def test_all_ranks_of_a_launcher_take_one_backend(machines, backend):
         ([HOST, Machine("a", "b", nccl=False)], "rank 1 has no NCCL"),
     ],
 )
-def test_a_backend_that_not_all_ranks_can_use_is_refused_by_all_of_them(machines, said):
+def test_a_backend_that_not_all_ranks_can_use_is_refused_by_all_of_them(
+    machines, said
+):
     ends = met(machines)
     assert len(set(ends)) == 1
     assert said in ends[0]
@@ -255,20 +268,27 @@ class CountedStore:
         self.store, self.calls = store, 0
 
     def __getattr__(self, name):
-        if name not in ("get", "check"):  # the same keys again while rank 0 waits
+        if name not in (
+            "get",
+            "check",
+        ):  # the same keys again while rank 0 waits
             self.calls += 1
         return getattr(self.store, name)
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
-def test_joining_takes_as_many_calls_of_the_store_at_any_number_of_ranks(ranks):
+def test_joining_takes_as_many_calls_of_the_store_at_any_number_of_ranks(
+    ranks,
+):
     stores = [CountedStore(store) for store in [dist.HashStore()] * ranks]
     assert met([Machine()] * ranks, stores=stores) == ["gloo"] * ranks
     assert max(store.calls for store in stores) <= 4
 
 
 def test_a_flow_from_a_rank_to_itself_is_refused():
-    with pytest.raises(CommMisuse, match=r"flows of split 'pp' are \[\(0, 0\)\]"):
+    with pytest.raises(
+        CommMisuse, match=r"flows of split 'pp' are \[\(0, 0\)\]"
+    ):
         AloneWorld().split("pp", [[0]], [(0, 0)])
 
 
@@ -320,7 +340,12 @@ class Counting(ProcessWorld):
 
 @pytest.mark.parametrize(
     "text, least",
-    [("dp8", 1), ("dp2 pp2 tp2", 3), ("dp4x2 pp2 tp4", 3), ("dp16 pp8 tp8 1f1b:16", 3)],
+    [
+        ("dp8", 1),
+        ("dp2 pp2 tp2", 3),
+        ("dp4x2 pp2 tp4", 3),
+        ("dp16 pp8 tp8 1f1b:16", 3),
+    ],
 )
 def test_groups_take_as_many_splits_of_the_communicator_at_any_number_of_ranks(
     text, least
@@ -351,7 +376,9 @@ def test_flows_of_a_pipeline_take_two_splits_in_each_direction(stages):
 
 STEPS = """dp2; tp2; cp2; cp2:ulysses; pp2; dp2x2 zero3; dp2 tp2 seq zero1; cp2 tp2; dp2 pp2 zb-v:3;
     pp2 tp2 interleaved2:4; pp4 1f1b:3; cp4; cp3; cp4:2x2 zero3; cp2 pp2 zb-v:4"""
-EXPERT_STEPS = "ep2; ep2 pp2 overlap dualpipe-v:4; ep2 tp2 seq experts:tp; ep2 cp2"
+EXPERT_STEPS = (
+    "ep2; ep2 pp2 overlap dualpipe-v:4; ep2 tp2 seq experts:tp; ep2 cp2"
+)
 
 
 def agree(shape, layouts):

@@ -26,7 +26,10 @@ if __name__ == "__main__":
 """
 
 # 60 GB of addresses are too few for 2 ranks and enough for torch.
-LIMITS = [("RLIMIT_AS", 60 * 10**9, "ulimit -v"), ("RLIMIT_FSIZE", 10**9, "ulimit -f")]
+LIMITS = [
+    ("RLIMIT_AS", 60 * 10**9, "ulimit -v"),
+    ("RLIMIT_FSIZE", 10**9, "ulimit -f"),
+]
 
 
 def run(folder, *args):
@@ -40,9 +43,13 @@ def run(folder, *args):
     sys.platform != "linux", reason="elsewhere the arena is a small file"
 )
 @pytest.mark.parametrize("limit, size, way_out", LIMITS)
-def test_auto_takes_gloo_with_one_line_of_notice(tmp_path, limit, size, way_out):
+def test_auto_takes_gloo_with_one_line_of_notice(
+    tmp_path, limit, size, way_out
+):
     end = run(tmp_path, limit, size, "auto")
-    assert end.stdout == str([("ProcessWorld", [3.0] * 3)] * 2) + "\n", end.stderr
+    assert end.stdout == str([("ProcessWorld", [3.0] * 3)] * 2) + "\n", (
+        end.stderr
+    )
     (notice,) = (line for line in end.stderr.splitlines() if "gloo" in line)
     assert notice.startswith("ranks talk over gloo")
     assert way_out in notice

@@ -10,7 +10,9 @@ F64 = torch.float64
 
 
 def whole(*shape, seed=0):
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        shape, dtype=F64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def columns_and_rows(world, compiled):
@@ -19,7 +21,9 @@ def columns_and_rows(world, compiled):
     group = world.split("tp", [range(n)])
 
     def block(x, a, b):
-        return regions.reduce(torch.tanh(regions.copy(x, group) @ a) @ b, group)
+        return regions.reduce(
+            torch.tanh(regions.copy(x, group) @ a) @ b, group
+        )
 
     def sequence_block(x, a, b):
         mine = regions.take(x, group, 0)
@@ -28,7 +32,11 @@ def columns_and_rows(world, compiled):
 
     results = []
     for fn in (block, sequence_block):
-        fn = torch.compile(fn, fullgraph=True, backend=compiled) if compiled else fn
+        fn = (
+            torch.compile(fn, fullgraph=True, backend=compiled)
+            if compiled
+            else fn
+        )
         x = whole(8, 5).requires_grad_()
         a = whole(5, 8, seed=1).chunk(n, 1)[me].clone().requires_grad_()
         b = whole(8, 3, seed=2).chunk(n, 0)[me].clone().requires_grad_()
@@ -78,13 +86,17 @@ def assert_like_one_process(results):
         "gloo-4",
     ],
 )
-def test_a_block_cut_by_regions_has_the_values_and_gradients_of_one_process(name, kept):
+def test_a_block_cut_by_regions_has_the_values_and_gradients_of_one_process(
+    name, kept
+):
     run, _ = kept(name)
     assert_like_one_process(run(columns_and_rows, None))
 
 
 def test_regions_compile_without_a_graph_break_and_change_nothing():
-    assert_like_one_process(threads_of(2, timeout=300.0)(columns_and_rows, "aot_eager"))
+    assert_like_one_process(
+        threads_of(2, timeout=300.0)(columns_and_rows, "aot_eager")
+    )
 
 
 @pytest.mark.slow
@@ -139,7 +151,10 @@ def inner_products(world):
             y = whole(*out.shape, seed=20 + me)
             out.backward(y)
             results.append(
-                ((out.detach() * y).sum().item(), (x.detach() * x.grad).sum().item())
+                (
+                    (out.detach() * y).sum().item(),
+                    (x.detach() * x.grad).sum().item(),
+                )
             )
     world.clear()
     return results
@@ -164,7 +179,8 @@ def test_on_a_group_of_one_every_region_returns_its_very_input():
 def test_a_dim_that_does_not_divide_is_refused_with_the_size_to_pad_to():
     group = TallyWorld(1, 4).split("tp", [range(4)])
     with pytest.raises(
-        CommMisuse, match="dim 1 of size 6 does not divide by 4 ranks; pad it to 8"
+        CommMisuse,
+        match="dim 1 of size 6 does not divide by 4 ranks; pad it to 8",
     ):
         regions.scatter_sum(torch.zeros(2, 6, device="meta"), group, -1)
 
@@ -180,8 +196,18 @@ def test_a_tally_weighs_forward_and_backward_on_meta_tensors():
     assert y.shape == (8, 6)
     y.sum().backward()
     full = 8 * 6 * 4
-    kinds = ["all_reduce", "reduce_scatter", "all_gather", "all_gather"]  # forward
-    kinds += ["all_gather", "reduce_scatter", "all_gather", "all_reduce"]  # backward
+    kinds = [
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "all_gather",
+    ]  # forward
+    kinds += [
+        "all_gather",
+        "reduce_scatter",
+        "all_gather",
+        "all_reduce",
+    ]  # backward
     assert world.ledger == [Message("tp", kind, full, 4) for kind in kinds]
 
 

@@ -72,7 +72,10 @@ def _begin(group, step, root, m, tensor, n, seed):
         # Sometimes in place: a rank's part stands where it belongs.
         x = out.view(n, m)[me] if step.root % 3 == 0 else tensor(m, mine + 100)
         # x is held to the end, so that it may be promised to stay as it is.
-        return group.all_gather(out, x, still=step.root % 2 == 0, wait=wait), [out, x]
+        return group.all_gather(out, x, still=step.root % 2 == 0, wait=wait), [
+            out,
+            x,
+        ]
     if step.kind == "all_to_all":
         counts = [
             [random.Random(f"{seed} {i} {j}").randrange(4) for j in range(n)]
@@ -85,7 +88,9 @@ def _begin(group, step, root, m, tensor, n, seed):
     if step.kind in ("gather", "scatter"):
         x = tensor(m, mine)
         parts = (
-            [tensor(m, mine + 100 * (i + 1)) for i in range(n)] if me == root else None
+            [tensor(m, mine + 100 * (i + 1)) for i in range(n)]
+            if me == root
+            else None
         )
         first, second = (parts, x) if step.kind == "gather" else (x, parts)
         return getattr(group, step.kind)(first, second, root, wait=wait), [
@@ -105,7 +110,10 @@ def groups_of(size, draw):
     ranks = list(range(size))
     draw.shuffle(ranks)
     cuts = sorted(draw.sample(range(1, size), draw.randrange(size)))
-    return [sorted(ranks[a:b]) for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+    return [
+        sorted(ranks[a:b])
+        for a, b in zip([0, *cuts], [*cuts, size], strict=True)
+    ]
 
 
 def dance(world, first, last):
@@ -113,7 +121,9 @@ def dance(world, first, last):
     digests = []
     for seed in range(first, last):
         draw = random.Random(seed)
-        groups = [world.split(f"w{i}", groups_of(world.size, draw)) for i in range(2)]
+        groups = [
+            world.split(f"w{i}", groups_of(world.size, draw)) for i in range(2)
+        ]
         calls = [
             call_of(groups[draw.randrange(2)], world, draw, 100 * seed + k)
             for k in range(draw.randrange(1, 7))
@@ -146,7 +156,9 @@ def assert_like_threads(run, size, first, last):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_random_sequences_of_calls_equal_those_over_threads_bit_for_bit(size, kept):
+def test_random_sequences_of_calls_equal_those_over_threads_bit_for_bit(
+    size, kept
+):
     run, _ = kept(f"shm-{size}")
     assert_like_threads(run, size, 0, 60 if size < 8 else 20)
 
@@ -189,10 +201,14 @@ def test_calls_of_many_chunks_give_the_same_in_and_outside_of_shared_memory(
     run, size = kept(name)
     numel = 2 * arena.CHUNK // dtype.itemsize + 5
     for got, want in zip(
-        run(large, numel, dtype), threads_of(size)(large, numel, dtype), strict=True
+        run(large, numel, dtype),
+        threads_of(size)(large, numel, dtype),
+        strict=True,
     ):
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-        assert all(torch.equal(x, y) for x, y in zip(got[:8], got[4:], strict=True))
+        assert all(
+            torch.equal(x, y) for x, y in zip(got[:8], got[4:], strict=True)
+        )
 
 
 def recycled(world):
@@ -218,7 +234,10 @@ def idle(world):
         time.sleep(1.5)
     used, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     group.barrier()
-    now, seconds = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - start
+    now, seconds = (
+        resource.getrusage(resource.RUSAGE_SELF),
+        time.monotonic() - start,
+    )
     world.clear()
     return (now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime) / max(
         seconds, 1.5
@@ -230,7 +249,9 @@ def test_waiting_ranks_leave_the_cores_to_others():
     assert sum(launch(idle, 4, backend="shm")) < 0.1
 
 
-def test_without_room_for_shared_memory_the_size_needed_is_said(monkeypatch, tmp_path):
+def test_without_room_for_shared_memory_the_size_needed_is_said(
+    monkeypatch, tmp_path
+):
     def full(fd, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -242,7 +263,9 @@ def test_without_room_for_shared_memory_the_size_needed_is_said(monkeypatch, tmp
     assert os.listdir(tmp_path) == []
 
 
-def test_a_small_shared_memory_file_system_falls_back_to_a_file_on_disk(tmp_path):
+def test_a_small_shared_memory_file_system_falls_back_to_a_file_on_disk(
+    tmp_path,
+):
     path = arena.filled_file(1 << 20, ("/nowhere", str(tmp_path)))
     assert os.stat(path).st_blocks * 512 >= 1 << 20
     os.unlink(path)
@@ -255,7 +278,9 @@ def in_a_filled_file(world):
     group.send(x, 1 - world.rank)
     out = torch.zeros_like(x)
     group.receive(out, 1 - world.rank)
-    left = [name for name in os.listdir("/dev/shm") if name.startswith("torch-shm")]
+    left = [
+        name for name in os.listdir("/dev/shm") if name.startswith("torch-shm")
+    ]
     return out.sum().item(), left
 
 
@@ -287,7 +312,9 @@ def laid_down(world, kind, made):
         group.all_gather(whole, part, still=kind == "still")
     group.barrier()
     slots = [
-        group._shared._collectives.view(group.rank, turn, 0, 100, torch.float32)
+        group._shared._collectives.view(
+            group.rank, turn, 0, 100, torch.float32
+        )
         for turn in (0, 1)
     ]
     return int(sum(slot.count_nonzero() for slot in slots))
@@ -310,7 +337,8 @@ def shared(world):
 
 
 @pytest.mark.parametrize(
-    "kind", ["all_reduce", "reduce_scatter", "all_gather", "still", "broadcast"]
+    "kind",
+    ["all_reduce", "reduce_scatter", "all_gather", "still", "broadcast"],
 )
 def test_what_lies_in_shared_memory_is_not_laid_down_once_more(kind):
     # New ranks each time: slots are empty only where no call was before.
@@ -356,7 +384,10 @@ def uneven_stretches(world, made):
     sends = takes = [me * (i + 1) for i in range(world.size)]
     x = made(world)(sum(sends) * row, torch.int32).view(-1, row)
     out = made(world)(sum(takes) * row, torch.int32).view(-1, row)
-    x.copy_(torch.arange(x.numel(), dtype=torch.int32).view(-1, row) * 8 + world.rank)
+    x.copy_(
+        torch.arange(x.numel(), dtype=torch.int32).view(-1, row) * 8
+        + world.rank
+    )
     group.all_to_all(out, x, takes, sends)
     return out.clone()
 

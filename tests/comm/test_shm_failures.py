@@ -25,14 +25,18 @@ from phalanx.comm import RankFailed, workers
 def of_shared_memory():
     """What of ours lies where nameless memory would not."""
     return {
-        name for name in os.listdir("/dev/shm") if "phalanx" in name or "psm_" in name
+        name
+        for name in os.listdir("/dev/shm")
+        if "phalanx" in name or "psm_" in name
     }
 
 
 def left_since(before):
     """What has come and stays; a test beside this one may have a file there for a moment."""
     deadline = time.monotonic() + 10.0
-    while (left := of_shared_memory() - before) and time.monotonic() < deadline:
+    while (
+        left := of_shared_memory() - before
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
@@ -61,7 +65,9 @@ def lost_in_a_call(world, signal_number):
     tp, dp = (world.split(name, [range(world.size)]) for name in ("tp", "dp"))
     if world.rank == 1:
         me = os.getpid()
-        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -{signal_number} {me}"])
+        subprocess.Popen(
+            ["sh", "-c", f"sleep 0.3; kill -{signal_number} {me}"]
+        )
         dp.receive(torch.zeros(2), 0)
     tp.all_reduce(torch.ones(3))
 
@@ -197,13 +203,19 @@ def assert_all_are_down(seed):
     assert not left_since(before)
     print(f"{seconds:.2f} s after {len(victims)} of {len(pids)} were killed")
     if len(victims) == 1 and victims != pids[:1]:
-        rank = said.split("failed: the process was killed by signal 9")[0].split()[-1]
-        assert f"rank {rank} is lost, its process {victims[0]} has ended;" in said
+        rank = said.split("failed: the process was killed by signal 9")[
+            0
+        ].split()[-1]
+        assert (
+            f"rank {rank} is lost, its process {victims[0]} has ended;" in said
+        )
         assert said.endswith("ended\n")
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whoever_is_killed_at_any_moment_all_ranks_end_and_nothing_is_left(seed):
+def test_whoever_is_killed_at_any_moment_all_ranks_end_and_nothing_is_left(
+    seed,
+):
     assert_all_are_down(seed)
 
 
@@ -213,11 +225,15 @@ def test_a_hundred_kills_leave_nothing(seed):
     assert_all_are_down(seed)
 
 
-@pytest.mark.parametrize("threads", ["1", "2"], ids=["forked", "forked by a server"])
+@pytest.mark.parametrize(
+    "threads", ["1", "2"], ids=["forked", "forked by a server"]
+)
 def test_ranks_that_cannot_run_are_killed_with_the_launcher(threads):
     # With a thread of OpenBLAS the launcher does not fork its ranks itself. These kept the pipe open
     # whose end ends the process that does.
-    numbers = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    numbers = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads
+    )
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, "0"],
         stdout=subprocess.PIPE,

@@ -50,7 +50,9 @@ PRIME = {F: 65521, torch.float64: 65521, torch.uint8: 79}
 def numbers(k, rank, n, dtype=F):
     """What a rank brings to its k-th call: whole numbers, so that sums are exact. They repeat after as
     many as the prime, so that no part of a tensor is like another at a distance of chunks."""
-    return ((torch.arange(n) * 31 + k * 17 + rank * 1009) % PRIME[dtype]).to(dtype)
+    return ((torch.arange(n) * 31 + k * 17 + rank * 1009) % PRIME[dtype]).to(
+        dtype
+    )
 
 
 def wanted(kind, k, me, size, n, root, dtype=F):
@@ -98,13 +100,17 @@ def brought(world, kind, k, size, n, made, dtype=F):
     if kind in ("scatter", "reduce_scatter"):
         return tensor(n * size, numbers(k, me, n * size, dtype)), tensor(n)
     if kind == "all_to_all":
-        return tensor(n * size, numbers(k, me, n * size, dtype)), tensor(n * size)
+        return tensor(n * size, numbers(k, me, n * size, dtype)), tensor(
+            n * size
+        )
     if kind in ("in_place", "into_own", "into_other"):
         x = tensor(n * size, numbers(k, me, n * size, dtype))
         rows = x.view(size, n)
-        return x, {"in_place": x, "into_own": rows[me], "into_other": rows[me - 1]}[
-            kind
-        ]
+        return x, {
+            "in_place": x,
+            "into_own": rows[me],
+            "into_other": rows[me - 1],
+        }[kind]
     if kind == "uneven":
         sent = n * (me + 1) * size
         return tensor(sent, numbers(k, me, sent, dtype)), tensor(
@@ -177,7 +183,14 @@ def calls(world, plan, dtype=F):
 
     for k, (kind, n, made, wait) in enumerate(plan):
         x, out = brought(world, kind, k, world.size, n, made, dtype)
-        call = (k, kind, n, x, out, begin(group, kind, x, out, n, k % world.size, wait))
+        call = (
+            k,
+            kind,
+            n,
+            x,
+            out,
+            begin(group, kind, x, out, n, k % world.size, wait),
+        )
         if not wait:
             under_way.append(call)
             continue
@@ -224,14 +237,21 @@ def test_every_call_after_every_other_is_right_when_one_member_is_always_late(
     first, reads
 ):
     order = [first, 1 - first]
-    assert perform(calls, 2, lambda step: order, pairs(), reads=reads) == [None] * 2
+    assert (
+        perform(calls, 2, lambda step: order, pairs(), reads=reads)
+        == [None] * 2
+    )
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_calls_of_three_members_are_right_in_every_order_of_who_is_early(order):
+def test_calls_of_three_members_are_right_in_every_order_of_who_is_early(
+    order,
+):
     plan = random.Random(1).sample(pairs(), 200)
     reads = order[0] == 1
-    assert perform(calls, 3, lambda step: order, plan, reads=reads) == [None] * 3
+    assert (
+        perform(calls, 3, lambda step: order, plan, reads=reads) == [None] * 3
+    )
 
 
 def around(size, itemsize):
@@ -255,20 +275,28 @@ def around(size, itemsize):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.uint8), (3, torch.float64)])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.uint8), (3, torch.float64)]
+)
 def test_every_call_is_right_at_and_around_every_size_where_its_way_changes(
     size, dtype, reads
 ):
     kinds = [kind for kind in KINDS if kind != "barrier"]
     plan = [
-        (kind, n, False, True) for kind in kinds for n in around(size, dtype.itemsize)
+        (kind, n, False, True)
+        for kind in kinds
+        for n in around(size, dtype.itemsize)
     ]
     # In shared memory runs of 1 << 16 elements are reduced at once.
     long = [(size << 16) + more for more in (-1, 0, 1)]
     plan += [
-        (kind, n, True, True) for kind in ("all_reduce", "reduce_scatter") for n in long
+        (kind, n, True, True)
+        for kind in ("all_reduce", "reduce_scatter")
+        for n in long
     ]
-    plan = [(*each[:2], n % 3 == 0 or each[2], True) for n, each in enumerate(plan)]
+    plan = [
+        (*each[:2], n % 3 == 0 or each[2], True) for n, each in enumerate(plan)
+    ]
     random.Random(size).shuffle(plan)
     order = list(range(size))[:: 1 if reads else -1]
     assert (
@@ -312,7 +340,10 @@ def traced(monkeypatch):
     extent = Extent(2, CHUNK, 3, 1 << 20)
     fd = os.memfd_create("traced")
     os.ftruncate(fd, extent.total)
-    arenas = [Arena(f"/proc/{os.getpid()}/fd/{fd}", extent, rank) for rank in range(2)]
+    arenas = [
+        Arena(f"/proc/{os.getpid()}/fd/{fd}", extent, rank)
+        for rank in range(2)
+    ]
     os.close(fd)
     arenas[0].words = Traced(arenas[0].words, trace)
     return [Collectives(each, 1, "all", (0, 1), 0) for each in arenas], trace
@@ -338,7 +369,9 @@ def test_a_flag_is_raised_after_a_fence_and_nothing_is_read_before_one(traced):
     assert x.tolist() == [2.0] * 4
 
 
-def test_a_letter_is_hung_up_and_given_back_after_a_fence_and_read_after_one(traced):
+def test_a_letter_is_hung_up_and_given_back_after_a_fence_and_read_after_one(
+    traced,
+):
     (mine, other), trace = traced
     box = mine.queues[0] + LINE
     Outbox(mine, 1).send(Call("send", torch.ones(3), at=1))
@@ -385,7 +418,11 @@ def test_a_message_that_came_before_its_sender_left_is_received_by_calls_that_no
     # The thread that moves them found the sender gone, and did not look for messages again.
     (mine, other), _ = traced
     world = SharedWorld.__new__(SharedWorld)
-    world._lines, world._lock, world.watch = {}, contextlib.nullcontext(), Left()
+    world._lines, world._lock, world.watch = (
+        {},
+        contextlib.nullcontext(),
+        Left(),
+    )
     x, line = torch.zeros(3), Receives(mine, [Inbox(mine, 1)], 0)
     first = world.begin(line, Call("receive", x, at=1))
     Outbox(other, 0).send(Call("send", torch.full((3,), 5.0), at=0))
@@ -423,14 +460,18 @@ def letters_for_ever(world):
     for round_ in range(4):
         group = world.split(f"w{round_}", [range(2)])
         peer = 1 - group.rank
-        group._shared.begin(Call("send", torch.tensor([float(round_)]), at=peer), tag=7)
+        group._shared.begin(
+            Call("send", torch.tensor([float(round_)]), at=peer), tag=7
+        )
         for k in range(100):
             x = torch.full((100_000,), float(k))
             group.send(x, 1 - group.rank)
             group.receive(x, 1 - group.rank)
             assert x[0] == x[-1] == k
             if k == 50:
-                group._shared.begin(Call("receive", late, at=peer), tag=7).wait()
+                group._shared.begin(
+                    Call("receive", late, at=peer), tag=7
+                ).wait()
                 assert late.item() == round_
         world.clear()
     arena = world._shared.arena
@@ -440,5 +481,7 @@ def letters_for_ever(world):
 def test_the_room_of_letters_is_used_again_and_not_before_they_are_read():
     # Half of 100 letters of 400 kB wait behind the one that is read late, twice what is used.
     for order in ([0, 1], [1, 0]):
-        for room in perform(letters_for_ever, 2, lambda step, order=order: order):
+        for room in perform(
+            letters_for_ever, 2, lambda step, order=order: order
+        ):
             assert room < 60 * 450_000 + 8 * CHUNK * 6

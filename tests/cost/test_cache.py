@@ -16,7 +16,9 @@ from phalanx.parallel import build_model
 from phalanx.program import CostedPiece
 
 TINY = Shape.load("tiny")
-STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+STRANGER = (
+    str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+)
 LAYOUTS = Layout.parse_many(
     "dp2 tp2 seq bf16; pp2 tp2 zero1 seq bf16 1f1b:4; cp2; pp2 zb-h1:4"
 )
@@ -26,14 +28,18 @@ def test_a_cut_is_what_a_piece_can_feel() -> None:
     cuts = [str(piece_layout(x)) for x in LAYOUTS]
     assert cuts == ["tp2 seq bf16", "tp2 seq bf16", "cp2", "zb-h1:1"]
     every = piece_layout(
-        Layout.parse("dp2 tp2 cp4:2x2 zero3 accum:4 recompute:every=2 offload:weights")
+        Layout.parse(
+            "dp2 tp2 cp4:2x2 zero3 accum:4 recompute:every=2 offload:weights"
+        )
     )
     assert every == Layout.parse("cp4:2x2 tp2")
     assert piece_layout(every) == every
 
 
 def test_the_cache_gives_what_weighing_gives(tmp_path: Path) -> None:
-    for found in (cached_costs(TINY, LAYOUTS, place=tmp_path) for _ in range(2)):
+    for found in (
+        cached_costs(TINY, LAYOUTS, place=tmp_path) for _ in range(2)
+    ):
         assert list(found) == list(dict.fromkeys(map(piece_layout, LAYOUTS)))
         for cut, pieces in found.items():
             assert len(pieces) == TINY.pieces
@@ -41,7 +47,9 @@ def test_the_cache_gives_what_weighing_gives(tmp_path: Path) -> None:
                 real = piece_costs(build_model(TINY), cut, rows)
                 for number, costed in enumerate(real):
                     told = pieces[number](rows)
-                    assert replace(told, temporary=0) == replace(costed, temporary=0)
+                    assert replace(told, temporary=0) == replace(
+                        costed, temporary=0
+                    )
                     assert costed.temporary <= told.temporary
                     assert rows == 5 or costed.temporary == told.temporary
             assert pieces.head(1) == piece_costs(build_model(TINY), cut, 1)[-1]
@@ -78,22 +86,31 @@ def test_what_is_cached_is_found_without_torch(
     found = cached_costs(model, Layout.parse_many(layouts), place=tmp_path)
     work = sum(p[1](3).forward.flops for p in found.values())
     name = model.name if isinstance(model, Shape) else model
-    assert _ask(name, str(tmp_path), "dp4 tp2 zero3; cp2") == ["False", str(work)]
+    assert _ask(name, str(tmp_path), "dp4 tp2 zero3; cp2") == [
+        "False",
+        str(work),
+    ]
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_changed_module_behind_a_model_s_file_is_costed_again(tmp_path: Path) -> None:
+def test_a_changed_module_behind_a_model_s_file_is_costed_again(
+    tmp_path: Path,
+) -> None:
     source = Path(STRANGER.rpartition(":")[0]).read_text()
     find = "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))\nimport costed_part\n"
     (tmp_path / "mine.py").write_text(f"{source}\n{find}")
     (tmp_path / "costed_part.py").write_text("")
     for _ in range(2):
         cached_costs(
-            f"{tmp_path}/mine.py:Stranger", [Layout()], place=tmp_path / "costs"
+            f"{tmp_path}/mine.py:Stranger",
+            [Layout()],
+            place=tmp_path / "costs",
         )
         assert len([*(tmp_path / "costs").iterdir()]) == 1
     (tmp_path / "costed_part.py").write_text("# changed")
-    cached_costs(f"{tmp_path}/mine.py:Stranger", [Layout()], place=tmp_path / "costs")
+    cached_costs(
+        f"{tmp_path}/mine.py:Stranger", [Layout()], place=tmp_path / "costs"
+    )
     assert len([*(tmp_path / "costs").iterdir()]) == 2
 
 
@@ -115,11 +132,15 @@ def test_a_damaged_file_is_weighed_again_and_written_whole(
 
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = cached_costs(TINY, [Layout()], place=tmp_path / "file" / "cached_costs")
+    found = cached_costs(
+        TINY, [Layout()], place=tmp_path / "file" / "cached_costs"
+    )
     assert found[Layout()][1](1).weights == TINY.rows[1].numel
 
 
-def test_layers_and_names_share_a_file_and_sizes_do_not(tmp_path: Path) -> None:
+def test_layers_and_names_share_a_file_and_sizes_do_not(
+    tmp_path: Path,
+) -> None:
     for shape in (TINY, replace(TINY, layers=9, name="other", batch=3)):
         found = cached_costs(shape, [Layout()], place=tmp_path)[Layout()]
         assert len(found) == shape.pieces
@@ -133,12 +154,18 @@ def test_layers_and_names_share_a_file_and_sizes_do_not(tmp_path: Path) -> None:
 
 def _blocks(place: Path, layout: str, **sizes: object) -> list[CostedPiece]:
     shape = replace(TINY, **sizes)  # type: ignore[arg-type]
-    (pieces,) = cached_costs(shape, [Layout.parse(layout)], place=place).values()
+    (pieces,) = cached_costs(
+        shape, [Layout.parse(layout)], place=place
+    ).values()
     return list(pieces)[1:-1]
 
 
-def test_each_block_costs_what_its_own_window_makes_of_it(tmp_path: Path) -> None:
-    narrow, wide = (_blocks(tmp_path, "cp2", windows=(each,))[0](2) for each in (4, 0))
+def test_each_block_costs_what_its_own_window_makes_of_it(
+    tmp_path: Path,
+) -> None:
+    narrow, wide = (
+        _blocks(tmp_path, "cp2", windows=(each,))[0](2) for each in (4, 0)
+    )
     assert narrow.forward.attention[0].flops < wide.forward.attention[0].flops
     for windows, wanted in (
         ((4, 0), [narrow, wide]),
@@ -169,13 +196,16 @@ def test_first_blocks_without_experts_cost_what_a_dense_block_costs(
         ]
 
 
-def test_a_frozen_block_costs_no_gradient_of_its_weights(tmp_path: Path) -> None:
+def test_a_frozen_block_costs_no_gradient_of_its_weights(
+    tmp_path: Path,
+) -> None:
     blocks = _blocks(tmp_path, "", freeze=("layers.1-2",))
     trained, frozen = blocks[0](2), blocks[1](2)
     assert [block(2) for block in blocks] == [trained, frozen, frozen, trained]
     assert frozen.forward == trained.forward
     products = [
-        sum(p.flops for p in cost.backward.products) for cost in (trained, frozen)
+        sum(p.flops for p in cost.backward.products)
+        for cost in (trained, frozen)
     ]
     assert products[1] == products[0] / 2
     assert frozen.frozen == frozen.weights == trained.weights
@@ -184,7 +214,11 @@ def test_a_frozen_block_costs_no_gradient_of_its_weights(tmp_path: Path) -> None
 def test_experts_in_blocks_with_windows_cost_the_same_and_their_attention_does_not(
     tmp_path: Path,
 ) -> None:
-    narrow, wide = _blocks(tmp_path, "ep2", **EXPERTS, layers=2, windows=(4, 0))
-    of_narrow, of_wide = ([part(2) for part in block.parts] for block in (narrow, wide))
+    narrow, wide = _blocks(
+        tmp_path, "ep2", **EXPERTS, layers=2, windows=(4, 0)
+    )
+    of_narrow, of_wide = (
+        [part(2) for part in block.parts] for block in (narrow, wide)
+    )
     assert of_narrow[1:] == of_wide[1:]
     assert of_narrow[0].forward.flops < of_wide[0].forward.flops

@@ -38,7 +38,10 @@ def test_a_forward_counts_what_torch_counts_on_the_model(name: str) -> None:
     model = build_model(shape)
     tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     shared = {"positions": tokens}
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
         x = model.pieces[0][1](tokens, **shared)
         for _, block in model.pieces[1:-1]:
             x = block(x, **shared)
@@ -76,13 +79,22 @@ def test_without_attention_a_step_is_6nd_of_the_weights_that_multiply(
     shape, batch, t = Shape.load(name), 2, 512
     products = shape.total - shape.rows[0].numel
     if shape.tied:
-        products += shape.vocab * shape.hidden  # the embedding, used as the output
+        products += (
+            shape.vocab * shape.hidden
+        )  # the embedding, used as the output
     norms = shape.hidden * (2 if shape.norm == "layer" else 1)
     products -= norms * (2 * shape.layers + 1)
     if shape.bias == "all":
-        products -= shape.layers * (9 * shape.hidden)  # q k v o, up (4) and down
-    attention = sum(op.causal for op in forward_flops(shape, batch, t) if op.attends)
-    assert step_flops(shape, batch, t).model - 3 * attention == 6 * products * batch * t
+        products -= shape.layers * (
+            9 * shape.hidden
+        )  # q k v o, up (4) and down
+    attention = sum(
+        op.causal for op in forward_flops(shape, batch, t) if op.attends
+    )
+    assert (
+        step_flops(shape, batch, t).model - 3 * attention
+        == 6 * products * batch * t
+    )
 
 
 def test_the_mlp_counts_its_square_weights() -> None:
@@ -104,11 +116,15 @@ def test_the_hardware_does_also_what_is_recomputed(
         plain_pieces(model_stages(build_model(TINY), layout)),
         StepOptions(agree=False),
     )
-    repeated = {op.piece for row in program.rows for op in row if op.kind == "R"}
+    repeated = {
+        op.piece for row in program.rows for op in row if op.kind == "R"
+    }
     ops = forward_flops(TINY, 4, 64)
     once = sum(op.causal * (3.5 if op.attends else 3) for op in ops)
     found = step_flops(TINY, 4, 64, program)
-    assert found.hardware == once + sum(op.causal for op in ops if op.piece in repeated)
+    assert found.hardware == once + sum(
+        op.causal for op in ops if op.piece in repeated
+    )
     assert found.model == sum(3 * op.causal for op in ops)
     assert repeated == again
 

@@ -67,7 +67,10 @@ class Watch(Live):
 
     def look(self) -> None:
         flat, passing = _out(self.local), self.now - _grads(self.local)
-        self.flat, self.passing = max(self.flat, flat), max(self.passing, passing)
+        self.flat, self.passing = (
+            max(self.flat, flat),
+            max(self.passing, passing),
+        )
         self.total = max(self.total, self.always + flat + passing)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -79,22 +82,39 @@ def _grads(local: LocalModel) -> int:
     """Bytes of gradients that are autograd's own: the pool counts them, and they are storages too."""
     plain = (unit for unit in local.units.values() if unit.plain)
     grads = (p.grad for unit in plain for p in unit.parameters.values())
-    return sum(grad.untyped_storage().nbytes() for grad in grads if grad is not None)
+    return sum(
+        grad.untyped_storage().nbytes() for grad in grads if grad is not None
+    )
 
 
 def _out(local: LocalModel) -> float:
     """Bytes of the flat buffers that are out of the pool, without weights that never leave."""
     pool = local.pool
-    made = sum(count * n * dtype.itemsize for (n, dtype), count in pool.made.items())
-    free = sum(len(left) * n * dtype.itemsize for (n, dtype), left in pool.free.items())
-    resident = [u.buffer for u in local.units.values() if u.resident and not u.same]
-    return made - free - sum(b.numel() * b.itemsize for b in resident if b is not None)
+    made = sum(
+        count * n * dtype.itemsize for (n, dtype), count in pool.made.items()
+    )
+    free = sum(
+        len(left) * n * dtype.itemsize
+        for (n, dtype), left in pool.free.items()
+    )
+    resident = [
+        u.buffer for u in local.units.values() if u.resident and not u.same
+    ]
+    return (
+        made
+        - free
+        - sum(b.numel() * b.itemsize for b in resident if b is not None)
+    )
 
 
 def _weights(units: dict[int, Unit]) -> float:
     kept = [u.home for u in units.values()]
-    kept += [u.buffer for u in units.values() if u.resident and u.buffer is not None]
-    return sum({storage_of(x): x.untyped_storage().nbytes() for x in kept}.values())
+    kept += [
+        u.buffer for u in units.values() if u.resident and u.buffer is not None
+    ]
+    return sum(
+        {storage_of(x): x.untyped_storage().nbytes() for x in kept}.values()
+    )
 
 
 def measured(world: World, layout: Layout) -> Held:
@@ -105,7 +125,9 @@ def measured(world: World, layout: Layout) -> Held:
     performer = Executor(
         held, program, world.rank, AdamW(), clip=1.0,
     )  # fmt: skip
-    own = microbatches(BATCH, layout, held.coordinates["dp"], held.coordinates["cp"])
+    own = microbatches(
+        BATCH, layout, held.coordinates["dp"], held.coordinates["cp"]
+    )
     performer.step(own, 1e-3)
     weights = _weights(held.units)
     state = float(sum(_state(u) for u in performer.updates.values()))
@@ -127,7 +149,10 @@ def measured(world: World, layout: Layout) -> Held:
 
 def _state(update: Any) -> int:
     tensors = [
-        x for s in update.state.values() for x in s.values() if torch.is_tensor(x)
+        x
+        for s in update.state.values()
+        for x in s.values()
+        if torch.is_tensor(x)
     ]
     return sum(x.numel() * x.itemsize for x in tensors if x.numel() > 1)
 
@@ -152,12 +177,20 @@ def test_peak_memory_is_what_was_promised_within_five_percent_by_kind(
 ) -> None:
     layout = Layout.parse(text)
     program = program_of(build_model(SHAPE), layout)
-    sizes = sizes_of(partial(build_model, SHAPE), layout, program, BATCH, Precision())
+    sizes = sizes_of(
+        partial(build_model, SHAPE), layout, program, BATCH, Precision()
+    )
     found = launch(measured, layout.ranks, layout, backend="threads")
     for row in range(len(program.rows)):
-        expected, real = promised(program, sizes, row), found[program.owner.index(row)]
+        expected, real = (
+            promised(program, sizes, row),
+            found[program.owner.index(row)],
+        )
         for kind, amount in expected._asdict().items():
-            assert getattr(real, kind) == pytest.approx(amount, rel=0.05), (kind, row)
+            assert getattr(real, kind) == pytest.approx(amount, rel=0.05), (
+                kind,
+                row,
+            )
 
 
 def test_over_gloo_what_was_sent_stays_until_the_step_ends() -> None:
@@ -171,5 +204,9 @@ def test_over_gloo_what_was_sent_stays_until_the_step_ends() -> None:
         assert real.passing == pytest.approx(
             promised(program, sizes, row).passing, rel=0.05
         )
-        assert peaks(program, sizes)[row].kinds["messages"] >= 8 * sizes.edge[0]
-        assert peaks(program, without)[row].kinds["messages"] < 3 * sizes.edge[0]
+        assert (
+            peaks(program, sizes)[row].kinds["messages"] >= 8 * sizes.edge[0]
+        )
+        assert (
+            peaks(program, without)[row].kinds["messages"] < 3 * sizes.edge[0]
+        )

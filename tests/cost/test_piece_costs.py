@@ -16,7 +16,13 @@ from torch.utils._pytree import tree_iter
 from phalanx.comm import AloneWorld
 from phalanx.cost import forward_flops, piece_costs, sizes_of
 from phalanx.cost.scales import Scales
-from phalanx.layout import Layout, LayoutError, Shape, piece_layout, plain_pieces
+from phalanx.layout import (
+    Layout,
+    LayoutError,
+    Shape,
+    piece_layout,
+    plain_pieces,
+)
 from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel.local import build_local
 from phalanx.parallel.pool import storage_of
@@ -28,7 +34,9 @@ GPT = Shape(
     "gpt", layers=2, hidden=64, heads=4, ffn=256, vocab=80, sequence=32,
     norm="layer", positions="learned", gated=False,
 )  # fmt: skip
-STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+STRANGER = (
+    str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+)
 
 
 def costed(
@@ -49,7 +57,9 @@ def messages(load: Load) -> Counter[tuple[str, str, float]]:
     return Counter((m.axis, m.op, m.bytes) for m in load.messages)
 
 
-@pytest.mark.parametrize("shape", [TINY, GPT, Shape.load("8b")], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "shape", [TINY, GPT, Shape.load("8b")], ids=lambda s: s.name
+)
 @pytest.mark.parametrize("text", ["", "zb-h1:1", "recompute:selective bf16"])
 def test_flops_are_those_of_the_closed_form_and_backward_has_twice_as_many(
     shape: Shape, text: str
@@ -72,7 +82,8 @@ def test_flops_are_those_of_the_closed_form_and_backward_has_twice_as_many(
     multiplied = (
         shape.total
         - shape.rows[0].numel
-        - shape.hidden * ((2 if shape.norm == "layer" else 1) * (2 * shape.layers + 1))
+        - shape.hidden
+        * ((2 if shape.norm == "layer" else 1) * (2 * shape.layers + 1))
     )
     assert total == 6 * multiplied * rows * 32  # 6ND
 
@@ -83,7 +94,10 @@ def test_flops_are_those_of_the_closed_form_and_backward_has_twice_as_many(
 def test_context_and_tensor_parallel_share_the_work_evenly(
     cut: str, parts: int
 ) -> None:
-    whole, part = costed(TINY, "", sequence=64)[1], costed(TINY, cut, sequence=64)[1]
+    whole, part = (
+        costed(TINY, "", sequence=64)[1],
+        costed(TINY, cut, sequence=64)[1],
+    )
     assert products(part.forward) * parts == products(whole.forward)
     # A diagonal counts as half a square, so that blocks add up to the half square of the whole.
     assert sum(a.flops for a in part.forward.attention) * parts == sum(
@@ -91,7 +105,9 @@ def test_context_and_tensor_parallel_share_the_work_evenly(
     )
 
 
-def test_a_ring_of_four_meets_every_block_with_its_own_queries_and_keys() -> None:
+def test_a_ring_of_four_meets_every_block_with_its_own_queries_and_keys() -> (
+    None
+):
     core = costed(TINY, "cp4", sequence=64)[1].forward.attention
     assert [(a.queries, a.keys, a.causal) for a in core] == [(16, 16, 1)] + [
         (16, 8, 0)
@@ -110,7 +126,10 @@ def test_a_block_of_tensor_parallel_sends_what_megatron_says() -> None:
         assert messages(load) == {("tp", "all_reduce", size): 2}
     seq = costed(GPT, "tp2 seq bf16", 3)[1]
     for load in (seq.forward, seq.backward):
-        both = {("tp", "all_gather", size): 2, ("tp", "reduce_scatter", size): 2}
+        both = {
+            ("tp", "all_gather", size): 2,
+            ("tp", "reduce_scatter", size): 2,
+        }
         assert messages(load) == both
     # A rank keeps its part of what a product takes, and gathers it again.
     selective = costed(GPT, "tp2 seq recompute:selective bf16", 3)[1]
@@ -150,7 +169,9 @@ def test_kept_bytes_are_korthikantis_without_dropout_and_without_scores(
     assert plain.kept == s * b * h * (8 + 24 / tp) + statistics + sums / tp
     if tp > 1:
         seq = costed(GPT, f"tp{tp} seq bf16", b)[1]
-        assert seq.kept == s * b * h * (4 + 28 / tp) + statistics / tp + sums / tp
+        assert (
+            seq.kept == s * b * h * (4 + 28 / tp) + statistics / tp + sums / tp
+        )
         assert seq.input == seq.edge == plain.edge / tp == s * b * h * 2 / tp
 
 
@@ -166,7 +187,9 @@ def test_states_are_zeros_bytes(zero: int) -> None:
     ids = torch.empty(8, shape.sequence, dtype=torch.long, device="meta")
     batch = dict.fromkeys(("tokens", "targets", "positions"), ids)
     precision = Precision(torch.bfloat16, torch.float32, torch.float32)
-    sizes = sizes_of(lambda: build_model(shape), layout, program, batch, precision)
+    sizes = sizes_of(
+        lambda: build_model(shape), layout, program, batch, precision
+    )
     cut = 1 if zero == 0 else n
     whole = shape.total  # every unit of this shape divides by n
     assert sum(sizes.optimizer) == 8 * whole / cut
@@ -193,7 +216,9 @@ def test_kept_bytes_are_those_that_the_cpus_kernels_save(
         held = build_local(world, layout, model, program)
         saved: dict[int, int] = {}
         weights = {
-            storage_of(p) for u in held.units.values() for p in u.parameters.values()
+            storage_of(p)
+            for u in held.units.values()
+            for p in u.parameters.values()
         }
 
         def note(x: Tensor) -> Tensor:
@@ -222,12 +247,16 @@ CUTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [TINY, GPT, Shape.load("mlp")], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "shape", [TINY, GPT, Shape.load("mlp")], ids=lambda s: s.name
+)
 @pytest.mark.parametrize("text", CUTS)
 def test_one_row_and_two_tell_any_number(shape: Shape, text: str) -> None:
     if shape.kind == "mlp" and ("seq" in text or "cp" in text):
         return
-    one, two, three, seven = (costed(shape, text, rows) for rows in (1, 2, 3, 7))
+    one, two, three, seven = (
+        costed(shape, text, rows) for rows in (1, 2, 3, 7)
+    )
     for a, b, c, d in zip(one, two, three, seven, strict=True):
         line = at_rows(a, b)
         for rows, real in ((3, c), (7, d)):
@@ -249,7 +278,9 @@ def test_pieces_that_are_alike_are_weighed_once_and_others_are_not() -> None:
     found = piece_costs(model, Layout(), 1)
     assert len(found) == 6
     assert len(set(map(id, found))) == 3
-    again = piece_costs(model, Layout.parse("tp2"), 1)  # the model has stayed as it was
+    again = piece_costs(
+        model, Layout.parse("tp2"), 1
+    )  # the model has stayed as it was
     assert again[1].weights < found[1].weights
     model.pieces[2][1].attn.rope = None
     assert len(set(map(id, piece_costs(model, Layout(), 1)))) == 4
@@ -257,7 +288,9 @@ def test_pieces_that_are_alike_are_weighed_once_and_others_are_not() -> None:
 
 def test_a_user_s_own_model_is_weighed() -> None:
     model = load_model(STRANGER)
-    whole, half = (piece_costs(model, Layout.parse(text), 2) for text in ("", "tp2"))
+    whole, half = (
+        piece_costs(model, Layout.parse(text), 2) for text in ("", "tp2")
+    )
     assert len(whole) == len(model.pieces)
     assert len(set(map(id, whole))) == 3
     for a, b in zip(whole, half, strict=True):
@@ -265,7 +298,9 @@ def test_a_user_s_own_model_is_weighed() -> None:
         assert b.forward.flops == pytest.approx(a.forward.flops / 2, rel=0.02)
     block = half[1]
     # Two row regions: attention's and the MLP's, side by side.
-    assert messages(block.forward) == {("tp", "all_reduce", 2.0 * 12 * 32 * 4): 2}
+    assert messages(block.forward) == {
+        ("tp", "all_reduce", 2.0 * 12 * 32 * 4): 2
+    }
     assert (
         block.weights
         == sum(p.numel() for p in model.pieces[1][1].parameters()) / 2 + 2 * 32
@@ -283,7 +318,9 @@ class _NothingReal(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("text", ["tp8 seq bf16", "cp16 tp8 bf16 recompute:selective"])
+@pytest.mark.parametrize(
+    "text", ["tp8 seq bf16", "cp16 tp8 bf16 recompute:selective"]
+)
 def test_weighing_the_405b_makes_no_memory(text: str) -> None:
     model = build_model(replace(Shape.load("405b"), layers=1))
     with _NothingReal():
@@ -299,11 +336,16 @@ def test_impossible_requests_are_refused() -> None:
         piece_costs(replace(model, shape=None), Layout(), 1)
 
 
-@pytest.mark.parametrize("compiled, tensors, kernels", [(False, 5, 5), (True, 3, 4)])
+@pytest.mark.parametrize(
+    "compiled, tensors, kernels", [(False, 5, 5), (True, 3, 4)]
+)
 def test_a_compiled_chain_reads_what_it_did_not_make_and_writes_what_is_asked_for(
     compiled: bool, tensors: int, kernels: int
 ) -> None:
-    x, weight = torch.empty(8, 16, device="meta"), torch.empty(16, 16, device="meta")
+    x, weight = (
+        torch.empty(8, 16, device="meta"),
+        torch.empty(16, 16, device="meta"),
+    )
     scales = Scales([], {}, compiled=compiled)
     with scales, scales.on("forward"):
         gate, up = x @ weight, x @ weight
@@ -316,7 +358,9 @@ def test_a_compiled_chain_reads_what_it_did_not_make_and_writes_what_is_asked_fo
     assert len(load.products) == 3
 
 
-def test_compiling_changes_what_is_moved_and_started_and_nothing_else() -> None:
+def test_compiling_changes_what_is_moved_and_started_and_nothing_else() -> (
+    None
+):
     for eager, compiled in zip(
         costed(TINY, "bf16"), costed(TINY, "bf16 compile"), strict=True
     ):

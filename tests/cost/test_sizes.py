@@ -43,7 +43,11 @@ def test_recomputing_keeps_less_and_selective_lies_between() -> None:
         )
         return peaks(program, sizes)[0].kinds["activations"]
 
-    assert peak("recompute:all") < peak("recompute:selective") < peak("recompute:none")
+    assert (
+        peak("recompute:all")
+        < peak("recompute:selective")
+        < peak("recompute:none")
+    )
     assert peak("recompute:sqrt") < peak("recompute:selective")
 
 
@@ -69,7 +73,9 @@ def test_bytes_of_zero_are_those_of_the_engines_buffers(
         precision_of(precision),
         optimizer=chosen,
     )
-    held = held_bytes(layout, local_profile(precision).with_moments(moments).state)
+    held = held_bytes(
+        layout, local_profile(precision).with_moments(moments).state
+    )
     # Every unit of this shape divides by four.
     found = {
         name: sum(getattr(sizes, name)) / SHAPE.total
@@ -91,7 +97,9 @@ def test_moments_of_matrices_are_those_of_muon() -> None:
     make = partial(build_model, SHAPE)
     sizes = sizes_of(make, layout, program, BATCH, Precision(), optimizer=muon)
     block = SHAPE.rows[1]
-    matrices = sum(a * b for weight in block.weights for a, b in weight.matrices)
+    matrices = sum(
+        a * b for weight in block.weights for a, b in weight.matrices
+    )
     others = block.numel - matrices
     assert sizes.optimizer[1] == 4 * (matrices + 2 * others)
 

@@ -61,7 +61,9 @@ def test_every_rank_sits_in_one_place_and_in_one_group_of_each_axis(
     picture = MeshPicture.parse(layout)
     everyone = list(range(picture.mesh.size))
     assert (
-        sorted(rank for _, grid in picture.panels for row in grid for rank in row)
+        sorted(
+            rank for _, grid in picture.panels for row in grid for rank in row
+        )
         == everyone
     )
     drawn = mesh_text(picture, width=10_000)
@@ -75,7 +77,9 @@ def test_every_rank_sits_in_one_place_and_in_one_group_of_each_axis(
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize("width", [66, 80])
 def test_no_line_is_wider_than_asked(layout: str, width: int) -> None:
-    drawn = mesh_text(MeshPicture.parse(layout, "heads=64 embed=64"), width=width)
+    drawn = mesh_text(
+        MeshPicture.parse(layout, "heads=64 embed=64"), width=width
+    )
     assert max(map(len, drawn.splitlines())) <= width
 
 
@@ -96,11 +100,15 @@ def test_the_parts_of_all_ranks_are_the_weight(layout: str) -> None:
         for cell in cells[shard.start : shard.stop]:
             held[cell] = held.get(cell, 0) + 1
     copies = picture.mesh.of("dp.replicate") * picture.mesh.of("pp")
-    assert held == dict.fromkeys(itertools.product(range(20), range(3)), copies)
+    assert held == dict.fromkeys(
+        itertools.product(range(20), range(3)), copies
+    )
 
 
 @pytest.mark.parametrize("layout", MESHES)
-def test_the_svg_shows_each_rank_once_and_then_once_for_each_axis(layout: str) -> None:
+def test_the_svg_shows_each_rank_once_and_then_once_for_each_axis(
+    layout: str,
+) -> None:
     picture = MeshPicture.parse(layout, "ffn=64 embed=8")
     drawn = xml.fromstring(mesh_svg(picture))
     squares = [

@@ -26,9 +26,7 @@ from phalanx.program import (
 )
 
 SVG = "{http://www.w3.org/2000/svg}"
-HOSTILE = (
-    """</script><script>alert("1")</script> <img src=x onerror='a()'> & "q" {{data}}"""
-)
+HOSTILE = """</script><script>alert("1")</script> <img src=x onerror='a()'> & "q" {{data}}"""
 
 
 def timeline(speed: float = 1.0) -> Timeline:
@@ -36,7 +34,8 @@ def timeline(speed: float = 1.0) -> Timeline:
     pieces = [range(2), range(2, 4)]
     kinds = {"F": 1, "B": 2, "send": 0.5, "G": 1, "S": 1, "U": 0.25}
     costs = Costs(
-        {k: v * speed for k, v in kinds.items()}, share=dict.fromkeys(range(4), 0.5)
+        {k: v * speed for k, v in kinds.items()},
+        share=dict.fromkeys(range(4), 0.5),
     )
     return simulate(
         build(layout, plain_pieces(pieces), StepOptions(agree=False)),
@@ -54,11 +53,15 @@ SEEN = [s for s in timeline().spans if s.end > s.start and s.op.kind != "<"]
 
 def squares(drawn: str) -> list[xml.Element]:
     return [
-        e for e in xml.fromstring(drawn).iter(f"{SVG}rect") if e.get("class") == "op"
+        e
+        for e in xml.fromstring(drawn).iter(f"{SVG}rect")
+        if e.get("class") == "op"
     ]
 
 
-def test_every_operation_that_takes_time_is_one_rectangle_as_wide_as_its_time() -> None:
+def test_every_operation_that_takes_time_is_one_rectangle_as_wide_as_its_time() -> (
+    None
+):
     found = {}
     for square in squares(svg(PICTURE)):
         title = square.findtext(f"{SVG}title") or ""
@@ -73,7 +76,9 @@ def test_every_operation_that_takes_time_is_one_rectangle_as_wide_as_its_time() 
 def test_no_two_rectangles_of_an_svg_cover_each_other() -> None:
     boxes = []
     for e in squares(svg(BOTH)):
-        x, y, w, h = (float(e.get(k, 0)) for k in ("x", "y", "width", "height"))
+        x, y, w, h = (
+            float(e.get(k, 0)) for k in ("x", "y", "width", "height")
+        )
         boxes.append((y, x, x + w, y + h))
     boxes.sort()
     for (y, _, right, low), (y2, left, _, _) in pairwise(boxes):
@@ -86,16 +91,24 @@ def test_nothing_refers_to_another_place(picture: Picture) -> None:
     assert not re.search(r"https?://|href|url\(|@import", drawn)
     written = page(picture)
     assert not re.search(
-        r"https?:|//[a-z]+\.|@import|url\(|<iframe|<link(?! rel=\"icon\")", written
+        r"https?:|//[a-z]+\.|@import|url\(|<iframe|<link(?! rel=\"icon\")",
+        written,
     )
     assert not re.search(
-        r"\ssrc=", written.replace("&lt;img src=x", "").replace("u003cimg src=x", "")
+        r"\ssrc=",
+        written.replace("&lt;img src=x", "").replace("u003cimg src=x", ""),
     )
 
 
-@pytest.mark.parametrize("where", ["title", "notes", "names", "labels", "lane"])
+@pytest.mark.parametrize(
+    "where", ["title", "notes", "names", "labels", "lane"]
+)
 def test_whatever_is_said_is_escaped(where: str) -> None:
-    spans = (Span(0, HOSTILE if where == "lane" else "compute", Op("F", 0, 0), 0, 1),)
+    spans = (
+        Span(
+            0, HOSTILE if where == "lane" else "compute", Op("F", 0, 0), 0, 1
+        ),
+    )
     changed = {
         "title": Picture(HOSTILE, Timeline(spans)),
         "notes": Picture("", Timeline(spans), notes=(HOSTILE,)),
@@ -117,7 +130,9 @@ def test_whatever_is_said_is_escaped(where: str) -> None:
 def test_a_trace_holds_every_span_on_the_track_of_its_rank_and_lane() -> None:
     said = json.loads(chrome(PICTURE))
     names = {
-        (e["pid"], e["tid"] if e["name"] == "thread_name" else None): e["args"]["name"]
+        (e["pid"], e["tid"] if e["name"] == "thread_name" else None): e[
+            "args"
+        ]["name"]
         for e in said["traceEvents"]
         if e["name"] in ("process_name", "thread_name")
     }
@@ -150,16 +165,21 @@ def test_messages_in_flight_at_once_cover_each_other_nowhere() -> None:
     lanes = ["compute", *["act 0>1"] * 4]
     spans = tuple(
         Span(0, lane, op, *time)
-        for lane, op, time in zip(lanes, sends, [(0.0, 1.0), *times], strict=True)
+        for lane, op, time in zip(
+            lanes, sends, [(0.0, 1.0), *times], strict=True
+        )
     )
     picture = Picture("", Timeline(spans))
     boxes = [
-        [float(e.get(k, 0)) for k in ("y", "x", "width")] for e in squares(svg(picture))
+        [float(e.get(k, 0)) for k in ("y", "x", "width")]
+        for e in squares(svg(picture))
     ]
     assert len(boxes) == 5
     for (y, left, wide), (y2, left2, _) in pairwise(sorted(boxes)):
         assert y != y2 or left2 >= left + wide - 0.01
-    slices = [e for e in json.loads(chrome(picture))["traceEvents"] if e["ph"] == "X"]
+    slices = [
+        e for e in json.loads(chrome(picture))["traceEvents"] if e["ph"] == "X"
+    ]
     assert len(slices) == 5
     by_thread = sorted((e["tid"], e["ts"], e["dur"]) for e in slices)
     for (thread, start, took), (thread2, start2, _) in pairwise(by_thread):
@@ -168,7 +188,11 @@ def test_messages_in_flight_at_once_cover_each_other_nowhere() -> None:
 
 def test_two_timelines_are_two_groups_of_processes() -> None:
     said = json.loads(chrome(BOTH))["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in said if e["name"] == "process_name"}
+    names = {
+        e["pid"]: e["args"]["name"]
+        for e in said
+        if e["name"] == "process_name"
+    }
     assert sorted(names.values()) == sorted(
         f"rank {r} {name}" for r in (0, 1) for name in ("predicted", HOSTILE)
     )
@@ -195,19 +219,20 @@ def test_the_page_holds_every_operation_and_what_each_rank_holds() -> None:
     memory = timeline().memory or {}
     for one in data["memory"][:2]:
         most = max(sum(amounts) for _, *amounts in one["points"])
-        assert most == max(sum(held.values()) for _, held in memory[one["rank"]])
+        assert most == max(
+            sum(held.values()) for _, held in memory[one["rank"]]
+        )
 
 
 def test_no_other_file_writes_markup() -> None:
     """There were six writers of SVG and four frames of a page, each with its own escaping."""
     source = Path(phalanx.draw.__file__).parents[1]
-    tags = (
-        "svg|rect|text|line|table|tr|td|th|div|span|p|h[1-6]|pre|style|body|html|canvas"
-    )
+    tags = "svg|rect|text|line|table|tr|td|th|div|span|p|h[1-6]|pre|style|body|html|canvas"
     wrong = [
         str(path.relative_to(source))
         for path in source.rglob("*.py")
-        if path.name != "markup.py" and re.search(rf"</?({tags})[ >]", path.read_text())
+        if path.name != "markup.py"
+        and re.search(rf"</?({tags})[ >]", path.read_text())
     ]
     assert not wrong
     assert '<div class="' not in tag("p", '<div class="x">')
@@ -223,7 +248,9 @@ for (const key of ["n", "n", "ArrowDown", "+", "ArrowRight", "0", "Escape", "n",
 def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(
     tmp_path: Path,
 ) -> None:
-    dom, console = opened(page(BOTH).replace("</body>", KEYS + "</body>"), tmp_path)
+    dom, console = opened(
+        page(BOTH).replace("</body>", KEYS + "</body>"), tmp_path
+    )
     assert console == []
     said = re.search(r'id="details"[^>]*>(.*?)</p>', dom, re.S)
     assert said
@@ -231,13 +258,19 @@ def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(
         "<b>1F0</b> forward of a piece on a microbatch: piece 1, microbatch 0"
     )
     assert "takes 0.5" in said[1]
-    assert dom.count("<canvas") == 1 + 4  # the lanes, and memory of two ranks twice
+    assert (
+        dom.count("<canvas") == 1 + 4
+    )  # the lanes, and memory of two ranks twice
 
 
 @needs_chromium
-def test_the_page_forbids_requests_so_that_one_would_be_seen(tmp_path: Path) -> None:
+def test_the_page_forbids_requests_so_that_one_would_be_seen(
+    tmp_path: Path,
+) -> None:
     away = "http://127.0.0.1:9/x"
-    asked = f'<img src="{away}"><script>fetch("{away}").catch(() => 0)</script>'
+    asked = (
+        f'<img src="{away}"><script>fetch("{away}").catch(() => 0)</script>'
+    )
     _, console = opened(page(PICTURE).replace("</body>", asked), tmp_path)
     refused = [line for line in console if "Content Security Policy" in line]
     assert any("image" in line for line in refused)

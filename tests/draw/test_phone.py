@@ -41,7 +41,9 @@ def timeline() -> Picture:
         "step",
         simulate(
             build(
-                layout, plain_pieces([range(2), range(2, 4)]), StepOptions(agree=False)
+                layout,
+                plain_pieces([range(2), range(2, 4)]),
+                StepOptions(agree=False),
             ),
             Costs({"F": 1, "B": 2}),
         ),
@@ -74,7 +76,9 @@ def of_a_run(folder: Path) -> str:
 
 
 def of_a_plan(folder: Path) -> str:
-    words = "plan --model 124m --cluster h100x8 --batch-tokens 64Ki --json --page"
+    words = (
+        "plan --model 124m --cluster h100x8 --batch-tokens 64Ki --json --page"
+    )
     assert main([*words.split(), str(folder / "plan.html")]) == 0
     return (folder / "plan.html").read_text()
 
@@ -95,7 +99,9 @@ def test_a_page_fits_a_screen_of_400_pixels_with_legible_charts(
         "plan": lambda: of_a_plan(tmp_path),
         "lab": of_the_lab,
     }[which]()
-    frame = f'<iframe width=400 height=900 srcdoc="{escape(written)}"></iframe>'
+    frame = (
+        f'<iframe width=400 height=900 srcdoc="{escape(written)}"></iframe>'
+    )
     outer = f"<body>{frame}<script>addEventListener('load', () => {{ {LOOK} }})</script></body>"
     dom, _ = opened(outer, tmp_path)
     match = re.search(r"FOUND(.*?)END", dom)

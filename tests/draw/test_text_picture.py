@@ -8,7 +8,15 @@ import pytest
 
 from phalanx.draw import Picture, text
 from phalanx.layout import Layout, Mesh, plain_pieces
-from phalanx.program import Costs, Op, Span, StepOptions, Timeline, build, simulate
+from phalanx.program import (
+    Costs,
+    Op,
+    Span,
+    StepOptions,
+    Timeline,
+    build,
+    simulate,
+)
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -34,10 +42,14 @@ def rows(drawn: str) -> dict[str, str]:
     """Each rank's row, its bands joined by a blank; blanks at the end of a line are put back."""
     found: dict[str, str] = {}
     for band in drawn.split("\n\n"):
-        lines = [line for line in band.splitlines() if line.startswith("rank ")]
+        lines = [
+            line for line in band.splitlines() if line.startswith("rank ")
+        ]
         wide = max(map(len, lines), default=0)
         for line in lines:
-            found[line[:7]] = found.get(line[:7], "") + line[7:].ljust(wide - 7) + " "
+            found[line[:7]] = (
+                found.get(line[:7], "") + line[7:].ljust(wide - 7) + " "
+            )
     return found
 
 
@@ -56,16 +68,22 @@ def test_1f1b_of_two_stages_looks_like_this() -> None:
     )
 
 
-def test_zero3_of_four_layers_reduces_computes_and_gathers_side_by_side() -> None:
+def test_zero3_of_four_layers_reduces_computes_and_gathers_side_by_side() -> (
+    None
+):
     layout = Layout.parse("dp2 zero3")
     costs = Costs(
-        {"F": 4, "B": 8, "G": 4, "S": 4, "U": 4}, share=dict.fromkeys(range(4), 0.25)
+        {"F": 4, "B": 8, "G": 4, "S": 4, "U": 4},
+        share=dict.fromkeys(range(4), 0.25),
     )
     drawn = text(
         Picture(
             "zero3",
             simulate(
-                build(layout, plain_pieces([range(4)]), StepOptions(agree=False)), costs
+                build(
+                    layout, plain_pieces([range(4)]), StepOptions(agree=False)
+                ),
+                costs,
             ),
         )
     )
@@ -95,7 +113,9 @@ def test_no_line_is_wider_than_asked_and_the_rows_of_all_ranks_are_as_long(
     case, width
 ) -> None:  # type: ignore[no-untyped-def]
     name, stages, microbatches, chunks, costs = case
-    picture = Picture("x " * 100, timeline(name, stages, microbatches, chunks, **costs))
+    picture = Picture(
+        "x " * 100, timeline(name, stages, microbatches, chunks, **costs)
+    )
     drawn = text(picture, width=width)
     assert max(map(len, drawn.splitlines())) <= width
     lengths = {len(row) for row in rows(drawn).values()}
@@ -120,7 +140,9 @@ def test_every_computation_is_named_exactly_once(case) -> None:  # type: ignore[
 
 
 @pytest.mark.parametrize("microbatches", [12, 24, 36, 96])
-def test_narrow_cells_say_less_and_never_another_name(microbatches: int) -> None:
+def test_narrow_cells_say_less_and_never_another_name(
+    microbatches: int,
+) -> None:
     t = timeline("interleaved", 6, microbatches, 3, F=1, B=2)
     drawn = rows(text(Picture("", t)))
     for rank in t.ranks:
@@ -143,7 +165,9 @@ def test_idle_columns_are_the_bubble() -> None:
 
 
 def test_colour_changes_no_character() -> None:
-    picture = Picture("t", timeline("interleaved", 2, 4, 2, F=1, B=2, send=0.5))
+    picture = Picture(
+        "t", timeline("interleaved", 2, 4, 2, F=1, B=2, send=0.5)
+    )
     plain, coloured = text(picture), text(picture, colour=True)
     assert "\x1b" not in plain
     assert "\x1b" in coloured
@@ -155,7 +179,10 @@ def test_colour_changes_no_character() -> None:
 def test_a_measurement_stands_under_its_prediction_with_the_difference_by_kind() -> (
     None
 ):
-    predicted, measured = timeline("gpipe", 2, 2), timeline("gpipe", 2, 2, F=1.5, B=2)
+    predicted, measured = (
+        timeline("gpipe", 2, 2),
+        timeline("gpipe", 2, 2, F=1.5, B=2),
+    )
     drawn = text(Picture("both", predicted, measured))
     labels = [
         line.split()[0]

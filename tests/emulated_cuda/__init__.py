@@ -46,9 +46,15 @@ def library() -> Path:
     return made
 
 
-def environment(gpus: int, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(
+    gpus: int, given: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """The environment of processes that see so many GPUs."""
-    path = [str(HERE), given.get("PYTHONPATH", ""), sysconfig.get_paths()["purelib"]]
+    path = [
+        str(HERE),
+        given.get("PYTHONPATH", ""),
+        sysconfig.get_paths()["purelib"],
+    ]
     return dict(given) | {
         "EMULATED_GPUS": str(gpus),
         "EMULATED_CUDA": str(library()),

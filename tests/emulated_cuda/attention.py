@@ -34,17 +34,25 @@ def backward(
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     wide = g.to(scores.dtype)
     into_v = _grouped(weights.mT @ wide, v)
-    slope = weights * (wide @ _wide(v, q).mT - (wide * out).sum(-1, keepdim=True))
+    slope = weights * (
+        wide @ _wide(v, q).mT - (wide * out).sum(-1, keepdim=True)
+    )
     into_q = slope @ _wide(k, q) * factor
     into_k = _grouped(slope.mT @ q.to(scores.dtype) * factor, k)
     return into_q.to(q.dtype), into_k.to(k.dtype), into_v.to(v.dtype)
 
 
 def _scores(
-    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
 ) -> Tensor:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = q.to(wide) @ _wide(k, q).mT * (scale or 1 / math.sqrt(q.shape[-1]))
+    scores = (
+        q.to(wide) @ _wide(k, q).mT * (scale or 1 / math.sqrt(q.shape[-1]))
+    )
     if bias is not None:
         scores = scores + bias
     if causal:
@@ -134,10 +142,17 @@ def varlen(
     _refuse(q, dropout)
     assert cu_q is not None
     assert cu_k is not None
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    out, lse = (
+        torch.empty_like(q),
+        q.new_empty(q.shape[1], len(q), dtype=torch.float32),
+    )
     for rows, keys in _parts(cu_q, cu_k, max_q, max_k):
-        own = [_heads_first(x[at]) for x, at in ((q, rows), (k, keys), (v, keys))]
-        band = _band(own[0], own[1], causal, window_size_left, window_size_right)
+        own = [
+            _heads_first(x[at]) for x, at in ((q, rows), (k, keys), (v, keys))
+        ]
+        band = _band(
+            own[0], own[1], causal, window_size_left, window_size_right
+        )
         y, sums = forward(*own, band, False, scale)
         out[rows], lse[:, rows] = y[0].transpose(0, 1), sums[0]
     return out, lse, _empty(q), _empty(q), _empty(q, q.dtype)
@@ -154,9 +169,13 @@ def varlen_backward(
     for rows, keys in _parts(cu_q, cu_k, max_q, max_k):
         places = (g, rows), (q, rows), (k, keys), (v, keys), (out, rows)
         own = [_heads_first(x[at]) for x, at in places]
-        band = _band(own[1], own[2], causal, window_size_left, window_size_right)
+        band = _band(
+            own[1], own[2], causal, window_size_left, window_size_right
+        )
         found = backward(*own, lse[None, :, rows], band, False, scale)
-        for whole, at, part in zip(into, (rows, keys, keys), found, strict=True):
+        for whole, at, part in zip(
+            into, (rows, keys, keys), found, strict=True
+        ):
             whole[at] = part[0].transpose(0, 1)
     return into
 
@@ -187,7 +206,9 @@ def efficient_backward(
 def _refuse(q: Tensor, dropout: float, *, halves: bool = True) -> None:
     """What the kernels refuse on a device."""
     if halves and q.dtype not in (torch.float16, torch.bfloat16):
-        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        raise RuntimeError(
+            "FlashAttention only support fp16 and bf16 data type"
+        )
     if q.dtype == torch.float64:
         raise RuntimeError("Expected query to be float32, float16 or bfloat16")
     assert not dropout
@@ -224,7 +245,9 @@ def _band(
     at = torch.arange(rows, device=q.device).unsqueeze(1) + keys - rows
     key = torch.arange(keys, device=q.device)
     hidden = (key < at - before) | (key > at + after)
-    return torch.zeros(rows, keys, device=q.device).masked_fill(hidden, -math.inf)
+    return torch.zeros(rows, keys, device=q.device).masked_fill(
+        hidden, -math.inf
+    )
 
 
 KERNELS: dict[str, Any] = {

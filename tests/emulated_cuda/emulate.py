@@ -32,10 +32,14 @@ def index_of(device: Any = None) -> int:
 
 
 class Stream(torch.Stream):
-    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
+    def __new__(
+        cls, device: Any = None, priority: int = 0, **kwargs: Any
+    ) -> Any:
         if kwargs:
             return super().__new__(cls, **kwargs)
-        return super().__new__(cls, device=torch.device("cuda", index_of(device)))
+        return super().__new__(
+            cls, device=torch.device("cuda", index_of(device))
+        )
 
     @property
     def cuda_stream(self) -> int:
@@ -43,7 +47,9 @@ class Stream(torch.Stream):
 
 
 def event(
-    enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    enable_timing: bool = False,
+    blocking: bool = False,
+    interprocess: bool = False,
 ) -> torch.Event:
     return torch.Event("cuda", enable_timing=enable_timing)
 
@@ -105,7 +111,9 @@ CUDA: dict[str, Any] = {
     "init": lambda: None,
     "device_count": lambda: GPUS,
     "current_device": index_of,
-    "set_device": lambda device: torch.ops.emulated.set_device(index_of(device)),
+    "set_device": lambda device: torch.ops.emulated.set_device(
+        index_of(device)
+    ),
     "device": device,
     "synchronize": lambda device=None: None,
     "Stream": Stream,
@@ -122,8 +130,12 @@ CUDA: dict[str, Any] = {
     "max_memory_allocated": lambda device=None: int(
         torch.ops.emulated.held_bytes(True)
     ),
-    "max_memory_reserved": lambda device=None: int(torch.ops.emulated.held_bytes(True)),
-    "reset_peak_memory_stats": lambda device=None: torch.ops.emulated.forget_most(),
+    "max_memory_reserved": lambda device=None: int(
+        torch.ops.emulated.held_bytes(True)
+    ),
+    "reset_peak_memory_stats": lambda device=None: (
+        torch.ops.emulated.forget_most()
+    ),
     "memory_stats": lambda device=None: {},
     "empty_cache": lambda: None,
     "ipc_collect": lambda: None,
@@ -144,7 +156,11 @@ def on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_cuda:
         with torch.no_grad():
             return torch.ops.emulated.on_host(value.detach())
-    if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and isinstance(value[0], torch.Tensor)
+    ):
         return type(value)(map(on_host, value))
     return value
 
@@ -188,9 +204,15 @@ def emulate_nccl() -> None:
     dist.is_nccl_available = c10d.is_nccl_available = lambda: True
     available = dist.is_backend_available
     dist.is_backend_available = lambda name: name == "nccl" or available(name)
-    begin, new, sends = dist.init_process_group, dist.new_group, dist.batch_isend_irecv
+    begin, new, sends = (
+        dist.init_process_group,
+        dist.new_group,
+        dist.batch_isend_irecv,
+    )
 
-    def init_process_group(backend: str = "nccl", *args: Any, **kwargs: Any) -> None:
+    def init_process_group(
+        backend: str = "nccl", *args: Any, **kwargs: Any
+    ) -> None:
         for name in ("device_id", "pg_options"):
             kwargs.pop(name, None)
         begin("gloo" if "nccl" in backend else backend, *args, **kwargs)
@@ -203,9 +225,13 @@ def emulate_nccl() -> None:
         parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None,
         pg_options: Any = None, group_desc: Any = None,
     ) -> Any:  # fmt: skip
-        made = [new(ranks, timeout, group_desc=group_desc) for ranks in split_ranks]
+        made = [
+            new(ranks, timeout, group_desc=group_desc) for ranks in split_ranks
+        ]
         own = [
-            group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER
+            group
+            for group in made
+            if group is not dist.GroupMember.NON_GROUP_MEMBER
         ]
         return own[0] if own else None
 
@@ -235,7 +261,14 @@ def mm_into(a: Any, b: Any, dtype: Any, *, out: Any) -> Any:
 
 
 def addmm_into(
-    c: Any, a: Any, b: Any, dtype: Any, *, beta: Any = 1, alpha: Any = 1, out: Any
+    c: Any,
+    a: Any,
+    b: Any,
+    dtype: Any,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    out: Any,
 ) -> Any:
     product = torch.mm(a.to(dtype), b.to(dtype))
     return out.copy_(beta * c.to(dtype) + alpha * product)

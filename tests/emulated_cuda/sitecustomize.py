@@ -16,7 +16,9 @@ from typing import Any
 class Emulating(MetaPathFinder):
     """Loads the device before torch, and changes torch after its import."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)

@@ -55,7 +55,10 @@ class Route(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.mix, self.router = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, EXPERTS),
+        )
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = x + self.mix(x).tanh()  # (rows, time, width)
@@ -112,7 +115,9 @@ def draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
 def edges(piece: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What comes into the experts, the only piece that a stage of the tests begins with."""
     rows, time = batch["tokens"].shape
-    like = torch.empty(RANKS, rows * time, WIDTH, dtype=torch.float64, device="meta")
+    like = torch.empty(
+        RANKS, rows * time, WIDTH, dtype=torch.float64, device="meta"
+    )
     return {
         "x": like[0].view(rows, time, WIDTH), "slots": like, "gate": like[0, :, 0],
         "which": like[..., 0].long(), "balance": like[0, 0, 0],
@@ -121,7 +126,11 @@ def edges(piece: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def experts_model() -> Model:
     pieces = (Embed(), Route(), Experts(), Combine(), Head())
-    dims = {"2.weight": ("experts", "-", "-"), "*.bias": ("-",), "*": ("-", "-")}
+    dims = {
+        "2.weight": ("experts", "-", "-"),
+        "*.bias": ("-",),
+        "*": ("-", "-"),
+    }
     named = tuple((str(n), piece.double()) for n, piece in enumerate(pieces))
     return Model(named, Rules(tuple(dims.items())), draw=draw, edges=edges)
 
@@ -188,11 +197,15 @@ class ExpertExecutor(Executor):
             self.outgoing, (ops.BACKWARD, op.piece, op.index), ("slots",)
         )
 
-    def _exchange(self, bundles: Any, key: Any, names: tuple[str, ...]) -> Work:
+    def _exchange(
+        self, bundles: Any, key: Any, names: tuple[str, ...]
+    ) -> Work:
         old = {name: bundles[key][name].contiguous() for name in names}
         new = {name: torch.empty_like(x) for name, x in old.items()}
         bundles[key] = {**bundles[key], **new}
-        works = [self.experts.all_to_all(new[n], old[n], wait=False) for n in names]
+        works = [
+            self.experts.all_to_all(new[n], old[n], wait=False) for n in names
+        ]
         return WorkGroup(works)
 
 
@@ -217,7 +230,9 @@ def trained(
 ) -> tuple[list[tuple[float, float | None]], dict[str, Any]]:
     """Losses and norms of three steps; the weights after them, with where they stand."""
     model, program = experts_model(), program_in(layout)
-    local = build_local(world, layout, model, program, precision=F64, poison=True)
+    local = build_local(
+        world, layout, model, program, precision=F64, poison=True
+    )
     experts = world.split("experts", layout.mesh.groups(AXES))
     executor = ExpertExecutor(
         local, program, world.rank, AdamW(eps=1e-3), clip=1.0, experts=experts
@@ -297,16 +312,22 @@ def test_experts_over_ranks_train_as_on_one_process(text: str) -> None:
     ranks = launch(trained, layout.ranks, layout, backend="threads")
     steps, want = one_process()
     for step, (loss, norm) in enumerate(steps):
-        assert sum(told[step][0] for told, _ in ranks) == pytest.approx(loss, rel=1e-12)
+        assert sum(told[step][0] for told, _ in ranks) == pytest.approx(
+            loss, rel=1e-12
+        )
         assert ranks[0][0][step][1] == pytest.approx(norm, rel=1e-12)
     seen: dict[str, Tensor] = {}
     for _, weights in ranks:
         for name, (box, part) in weights.items():
-            whole = seen.setdefault(name, torch.full_like(want[name], torch.nan))
+            whole = seen.setdefault(
+                name, torch.full_like(want[name], torch.nan)
+            )
             whole[box] = part
     assert seen.keys() == want.keys()
     for name, weight in want.items():
-        torch.testing.assert_close(seen[name], weight, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            seen[name], weight, rtol=1e-10, atol=1e-12, msg=name
+        )
 
 
 def test_exchanges_are_operations_like_any_other() -> None:
@@ -314,11 +335,16 @@ def test_exchanges_are_operations_like_any_other() -> None:
     assert Program.parse(str(program)) == program
     costs = {"F": 1.0, "B": 2.0}
     plain = simulate(program, Costs(costs)).makespan
-    assert simulate(program, Costs({**costs, "c": 0.5, "x": 0.5})).makespan > plain
+    assert (
+        simulate(program, Costs({**costs, "c": 0.5, "x": 0.5})).makespan
+        > plain
+    )
     moved = Op("c", 3, 1)
     late = program.with_rows(
         [*(op for op in row if op != moved), *[moved] * (moved in row)]
         for row in program.rows
     )
-    with pytest.raises(ProgramError, match="3F1 stands before 3c1, which it needs"):
+    with pytest.raises(
+        ProgramError, match="3F1 stands before 3c1, which it needs"
+    ):
         check(late)

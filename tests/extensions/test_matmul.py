@@ -56,7 +56,9 @@ class Products:
     multiply: Multiply
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.multiply(x.flatten(0, -2), weight.mT).view(*x.shape[:-1], -1)
+        return self.multiply(x.flatten(0, -2), weight.mT).view(
+            *x.shape[:-1], -1
+        )
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         return self.forward(gradient, weight.mT)
@@ -65,7 +67,9 @@ class Products:
         return self.multiply(gradient.flatten(0, -2).mT, x.flatten(0, -2))
 
 
-def trained(world: World, layout: Layout, multiply: Multiply) -> dict[str, Tensor]:
+def trained(
+    world: World, layout: Layout, multiply: Multiply
+) -> dict[str, Tensor]:
     """The gradients of one step, as momentum's first update shows them."""
     model = build_model(GQA)
     program = program_of(model, layout)
@@ -77,10 +81,13 @@ def trained(world: World, layout: Layout, multiply: Multiply) -> dict[str, Tenso
     weights = {}
     for unit in local.units.values():
         unit.gather().wait()
-        weights |= {name: p.detach().clone() for name, p in unit.parameters.items()}
+        weights |= {
+            name: p.detach().clone() for name, p in unit.parameters.items()
+        }
     world.clear()
     return {
-        name: start(model, name, 0, torch.float64) - w for name, w in weights.items()
+        name: start(model, name, 0, torch.float64) - w
+        for name, w in weights.items()
     }
 
 
@@ -112,7 +119,11 @@ def one_process(multiply: Multiply, rows: int) -> dict[str, Tensor]:
     for begin in range(0, ROWS, rows):
         part = {name: x[begin : begin + rows] for name, x in batch().items()}
         (model(**part) / count).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("multiply", [narrow, float8])
@@ -126,12 +137,16 @@ def test_products_of_another_kind_give_the_gradients_of_plain_torch(
     want = one_process(multiply, ROWS // (layout.dp * layout.microbatches))
     exact = one_process(torch.mm, ROWS)
     got: dict[str, Tensor] = {}
-    for rank in launch(trained, layout.ranks, layout, multiply, backend="threads"):
+    for rank in launch(
+        trained, layout.ranks, layout, multiply, backend="threads"
+    ):
         got |= rank
     assert got.keys() == want.keys()
     for name, gradient in want.items():
         apart = float((gradient - exact[name]).abs().max())
-        assert apart > 1e-9 * float(gradient.abs().max()), name  # the choice shows
+        assert apart > 1e-9 * float(gradient.abs().max()), (
+            name
+        )  # the choice shows
         assert float((got[name] - gradient).abs().max()) < 0.02 * apart, name
 
 
@@ -146,7 +161,11 @@ def test_a_forward_alone_multiplies_so_too() -> None:
         torch.randn(3, 4, dtype=torch.float64),
         torch.randn(5, 4, dtype=torch.float64),
     )
-    torch.testing.assert_close(counting(x, w.T), F.linear(x, w), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        counting(x, w.T), F.linear(x, w), rtol=1e-5, atol=1e-6
+    )
     launch(trained, 1, Layout(), counting, backend="threads")
     linears = 7 * GQA.layers
-    assert len(calls) == 1 + 3 * linears  # forward, input's gradient, weight's gradient
+    assert (
+        len(calls) == 1 + 3 * linears
+    )  # forward, input's gradient, weight's gradient

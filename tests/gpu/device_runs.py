@@ -29,7 +29,11 @@ checkpoint = {every = 2}
 
 
 def losses(
-    out: Path, layout: str, monkeypatch: pytest.MonkeyPatch, *more: str, gpu: bool
+    out: Path,
+    layout: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *more: str,
+    gpu: bool,
 ) -> list[float]:
     """The losses that a short run of threads logs, with the GPUs or without them."""
     run = Run.parse(RUN, "device", (f"out={out}", *more))
@@ -38,7 +42,14 @@ def losses(
             # `phalanx.comm.launch` is a function too.
             module = importlib.import_module("phalanx.comm.launch")
             patch.setattr(module, "used_gpus", lambda *_: 0)
-        launch(train, Layout.parse(layout).ranks, run, layout, True, backend="threads")
+        launch(
+            train,
+            Layout.parse(layout).ranks,
+            run,
+            layout,
+            True,
+            backend="threads",
+        )
     return [
         float(r["loss"])
         for r in read_journal(out / "metrics.jsonl")

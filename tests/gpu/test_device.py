@@ -12,7 +12,9 @@ from phalanx.models.attention import Core
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch sees no GPU"
+    ),
 ]
 
 LAYOUTS = [
@@ -37,8 +39,12 @@ def test_a_run_resumes_on_a_cpu_from_the_checkpoint_of_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses(tmp_path / "run", "fp64", monkeypatch, gpu=True)
-    more = losses(tmp_path / "run", "dp2 fp64", monkeypatch, "steps=6", gpu=False)
-    whole = losses(tmp_path / "whole", "fp64", monkeypatch, "steps=6", gpu=False)
+    more = losses(
+        tmp_path / "run", "dp2 fp64", monkeypatch, "steps=6", gpu=False
+    )
+    whole = losses(
+        tmp_path / "whole", "fp64", monkeypatch, "steps=6", gpu=False
+    )
     assert more == pytest.approx(whole, rel=1e-10)
 
 
@@ -55,7 +61,8 @@ def test_attention_takes_no_scores_to_memory(
     documents: bool, dtype: torch.dtype, kernel: str
 ) -> None:
     q, k, v = (
-        torch.randn(2, 256, n, 64, device="cuda", dtype=dtype) for n in (8, 2, 2)
+        torch.randn(2, 256, n, 64, device="cuda", dtype=dtype)
+        for n in (8, 2, 2)
     )
     positions = torch.arange(256, device="cuda").expand(2, -1)
     ids = (
@@ -68,7 +75,9 @@ def test_attention_takes_no_scores_to_memory(
     assert seen & {kernel, "_scaled_dot_product_cudnn_attention"}, seen
 
 
-@pytest.mark.parametrize("packed, window", [(True, 0), (True, 20), (False, 20)])
+@pytest.mark.parametrize(
+    "packed, window", [(True, 0), (True, 20), (False, 20)]
+)
 @pytest.mark.parametrize(
     "dtype, bound",
     [(torch.bfloat16, 2e-2), (torch.float32, 1e-3), (torch.float64, 1e-12)],
@@ -82,21 +91,30 @@ def test_documents_windows_and_their_gradients_are_those_of_a_cpu(
     documents[1] = 0
     documents[2, 17:] += 1
     documents[2, 18:] += 1
-    qkv = [torch.randn(3, 200, n, 64, generator=draw, dtype=dtype) for n in (8, 2, 2)]
+    qkv = [
+        torch.randn(3, 200, n, 64, generator=draw, dtype=dtype)
+        for n in (8, 2, 2)
+    ]
     seen = []
     for device, wide in (("cuda", dtype), ("cpu", torch.float64)):
         own = [x.to(device, wide).requires_grad_() for x in qkv]
         y = Core(window)(*own, torch.empty(0), documents if packed else None)
         y.backward(torch.ones_like(y).cumsum(1).cos())
-        seen.append([x.detach().cpu().double() for x in (y, *(x.grad for x in own))])
+        seen.append(
+            [x.detach().cpu().double() for x in (y, *(x.grad for x in own))]
+        )
     for here, there in zip(*seen, strict=True):
         assert (here - there).abs().max() <= bound * there.abs().max()
 
 
-@pytest.mark.parametrize("layout", ["cp2 fp64", "cp2:ulysses fp64", "cp2 bf16"])
+@pytest.mark.parametrize(
+    "layout", ["cp2 fp64", "cp2:ulysses fp64", "cp2 bf16"]
+)
 def test_a_ring_with_documents_has_the_losses_of_a_cpu(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = losses(tmp_path / "gpu", layout, monkeypatch, gpu=True)
     here = losses(tmp_path / "cpu", layout, monkeypatch, gpu=False)
-    assert there == pytest.approx(here, rel=1e-10 if "fp64" in layout else 2e-2)
+    assert there == pytest.approx(
+        here, rel=1e-10 if "fp64" in layout else 2e-2
+    )

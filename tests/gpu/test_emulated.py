@@ -35,7 +35,9 @@ def emulated(gpus: int, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_the_list_of_make_gpu_runs_to_its_end(gpus: int, tmp_path: Path) -> None:
+def test_the_list_of_make_gpu_runs_to_its_end(
+    gpus: int, tmp_path: Path
+) -> None:
     out = tmp_path / "gpu.md"
     words = [
         "benchmarks/gpu.py",
@@ -46,12 +48,12 @@ def test_the_list_of_make_gpu_runs_to_its_end(gpus: int, tmp_path: Path) -> None
     ]
     done = emulated(gpus, *words)
     found = json.loads(out.with_suffix(".json").read_text())["cases"]
-    assert len(found) == len(cases("cuda", gpus, tmp_path, small=True)), done.stderr[
-        -2000:
-    ]
-    assert {row["case"] for row in found if not row["met"]} <= {NOT_EMULATED}, (
-        done.stdout
+    assert len(found) == len(cases("cuda", gpus, tmp_path, small=True)), (
+        done.stderr[-2000:]
     )
+    assert {row["case"] for row in found if not row["met"]} <= {
+        NOT_EMULATED
+    }, done.stdout
 
 
 @pytest.mark.parametrize("backend", ["threads", "nccl"])

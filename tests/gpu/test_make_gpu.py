@@ -11,7 +11,17 @@ import pytest
 import torch
 from device_runs import attention_operators, losses
 
-from gpu import LIMIT, WIDE, Case, Finding, agreement, cases, main, perform, table
+from gpu import (
+    LIMIT,
+    WIDE,
+    Case,
+    Finding,
+    agreement,
+    cases,
+    main,
+    perform,
+    table,
+)
 from phalanx.layout import Layout, Shape
 from phalanx.layout.legal import legal
 from phalanx.layout.run import Run
@@ -33,7 +43,11 @@ def finding(output: str) -> Finding:
 def test_a_case_that_fails_or_hangs_is_reported_with_what_it_printed() -> None:
     hangs = "import time; print('so far', flush=True); time.sleep(60)"
     listed = [
-        Case("fails", (PYTHON, "-c", "raise SystemExit('out of memory')"), agreement),
+        Case(
+            "fails",
+            (PYTHON, "-c", "raise SystemExit('out of memory')"),
+            agreement,
+        ),
         Case("hangs", (PYTHON, "-c", hangs), finding, limit=3.0),
         Case("lacks", (PYTHON, "-c", ""), finding, needs=("no_such_module",)),
         Case("works", (PYTHON, "-c", "print('done')"), finding),
@@ -56,7 +70,10 @@ def test_a_case_that_fails_or_hangs_is_reported_with_what_it_printed() -> None:
 
 def test_a_case_never_outlasts_what_is_left_of_the_whole() -> None:
     long = Case(
-        "long", (PYTHON, "-c", "import time; time.sleep(60)"), finding, limit=50.0
+        "long",
+        (PYTHON, "-c", "import time; time.sleep(60)"),
+        finding,
+        limit=50.0,
     )
     row = perform(long, os.environ, left=1.5)
     assert row.result == "stopped after 2 s"
@@ -64,9 +81,13 @@ def test_a_case_never_outlasts_what_is_left_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
-def test_the_limits_of_all_cases_fit_into_the_whole(gpus: int, tmp_path: Path) -> None:
+def test_the_limits_of_all_cases_fit_into_the_whole(
+    gpus: int, tmp_path: Path
+) -> None:
     *listed, machine_file = cases("cuda", gpus, tmp_path)
-    assert sum(case.limit for case in listed) <= LIMIT  # the last takes what is left
+    assert (
+        sum(case.limit for case in listed) <= LIMIT
+    )  # the last takes what is left
     assert machine_file.name == "machine file"
 
 
@@ -85,7 +106,10 @@ def test_every_layout_to_verify_fits_its_model_and_the_gpus(
             continue
         shape: Shape = SHAPES[argument(case, "--model") or "gqa"]
         for layout in Layout.parse_many(argument(case, "--layouts")):
-            assert not legal(layout, shape, batch=shape.batch), (case.name, layout)
+            assert not legal(layout, shape, batch=shape.batch), (
+                case.name,
+                layout,
+            )
             assert not misfits(build_model(shape), layout)
             if argument(case, "--backend") == "nccl" and gpus > 1:
                 assert layout.ranks <= gpus
@@ -102,31 +126,41 @@ def test_nccl_carries_every_axis(gpus: int, tmp_path: Path) -> None:
         if argument(case, "--backend") == "nccl"
     ]
     layouts = [
-        x for case in over for x in Layout.parse_many(argument(case, "--layouts"))
+        x
+        for case in over
+        for x in Layout.parse_many(argument(case, "--layouts"))
     ]
     for axis in ("dp", "tp", "cp", "ep", "pp"):
         assert any(layout.mesh.of(axis) > 1 for layout in layouts), axis
     assert any(layout.zero == 3 for layout in layouts)
     if gpus != 2:
-        assert any(layout.mesh.of("dp") > 1 and layout.pp > 1 for layout in layouts)
+        assert any(
+            layout.mesh.of("dp") > 1 and layout.pp > 1 for layout in layouts
+        )
     shared = {case.environment.get("PHALANX_SHARE_GPUS") for case in over}
     assert shared == ({"1"} if gpus == 1 else {None})
 
 
 def test_trainings_are_runs_that_save_nothing(tmp_path: Path) -> None:
-    trainings = [case for case in cases("cuda", 1, tmp_path) if "train" in case.words]
+    trainings = [
+        case for case in cases("cuda", 1, tmp_path) if "train" in case.words
+    ]
     assert len(trainings) >= 4
     for case in trainings:
         keys = tuple(word for word in case.words if "=" in word)
         run = Run.parse("", "case", keys)
         assert not run.checkpoint.at_end
         assert run.checkpoint.every == 0
-        assert not legal(Layout.parse(run.layout), shape_of(run), batch=run.batch or 4)
+        assert not legal(
+            Layout.parse(run.layout), shape_of(run), batch=run.batch or 4
+        )
     assert any(WIDE in " ".join(case.words) for case in trainings)
 
 
 def test_a_case_runs_from_the_tree_and_its_results_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "new" / "gpu.md"
     words = [
@@ -184,14 +218,22 @@ def test_operators_inside_an_operator_of_ours_are_seen() -> None:
     """The device tests looked with a dispatch mode, and could pass on no GPU."""
     q, k, v = (torch.randn(2, 32, n, 16) for n in (4, 2, 2))
     documents = torch.arange(32).div(10, rounding_mode="floor").expand(2, -1)
-    seen = attention_operators(lambda: Core()(q, k, v, torch.empty(0), documents))
+    seen = attention_operators(
+        lambda: Core()(q, k, v, torch.empty(0), documents)
+    )
     assert "_scaled_dot_product_flash_attention_for_cpu" in seen
 
 
 def test_short_runs_of_the_device_tests_train_and_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = losses(tmp_path / "whole", "fp64", monkeypatch, "steps=6", gpu=False)
-    assert losses(tmp_path / "run", "fp64", monkeypatch, gpu=False) == whole[:4]
-    more = losses(tmp_path / "run", "dp2 fp64", monkeypatch, "steps=6", gpu=False)
+    whole = losses(
+        tmp_path / "whole", "fp64", monkeypatch, "steps=6", gpu=False
+    )
+    assert (
+        losses(tmp_path / "run", "fp64", monkeypatch, gpu=False) == whole[:4]
+    )
+    more = losses(
+        tmp_path / "run", "dp2 fp64", monkeypatch, "steps=6", gpu=False
+    )
     assert more == pytest.approx(whole, rel=1e-10)

@@ -71,7 +71,12 @@ def test_events_are_used_again_and_read_for_logged_steps_alone(
     # One for the start of the step, one after each operation.
     assert [step["made"] for step in steps] == [operations + 1, 0, 0, 0]
     # A start and an end of each.
-    assert [step["read"] for step in steps] == [0, 2 * operations, 0, 2 * operations]
+    assert [step["read"] for step in steps] == [
+        0,
+        2 * operations,
+        0,
+        2 * operations,
+    ]
 
 
 def test_updates_on_the_host_of_a_gpu_use_all_its_cores(
@@ -87,7 +92,10 @@ def test_updates_on_the_host_of_a_gpu_use_all_its_cores(
     [
         ([("a", [*range(96)])] * 8, 12),
         ([("a", [*range(96)])] * 7 + [("b", [*range(96)])], 13),
-        ([("a", [0, 1]), ("a", [2, 3, 4, 5])], 2),  # bound to cores of their own
+        (
+            [("a", [0, 1]), ("a", [2, 3, 4, 5])],
+            2,
+        ),  # bound to cores of their own
         ([("a", [0, 1, 2, 3]), ("a", [2, 3])], 3),
         ([("a", [0])] * 3, 1),
     ],
@@ -98,7 +106,9 @@ def test_ranks_divide_the_cores_that_they_share(
     assert threads_of(homes[0], homes) == threads
 
 
-def test_experts_read_from_the_device_once_a_layer_and_microbatch_or_never() -> None:
+def test_experts_read_from_the_device_once_a_layer_and_microbatch_or_never() -> (
+    None
+):
     """Only ranks that exchange tokens read: how many go to each. Recomputing reads nothing again."""
     layers, microbatches = 2, 2
     step = {"step": 1}
@@ -112,7 +122,8 @@ def test_experts_read_from_the_device_once_a_layer_and_microbatch_or_never() -> 
     script = str(Path(__file__).parent / "watched_reads.py")
     found = asked(environment(2), script, *reads)
     assert found == {
-        text: [counts] * Layout.parse(text).ranks for text, counts in reads.items()
+        text: [counts] * Layout.parse(text).ranks
+        for text, counts in reads.items()
     }
 
 
@@ -128,7 +139,9 @@ def test_each_case_of_attention_takes_its_kernel_and_is_right() -> None:
         "capped": [],
         "32 bits": ["_efficient_attention", "_efficient_attention_backward"],
     }
-    assert {case: names for case, (names, _) in found["cases"].items()} == kernels
+    assert {
+        case: names for case, (names, _) in found["cases"].items()
+    } == kernels
     for case, (_, apart) in found["cases"].items():
         assert apart < (1e-5 if case == "32 bits" else 2e-2), case
     assert found["names"] == {

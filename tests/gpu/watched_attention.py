@@ -35,7 +35,11 @@ class Asked(TorchDispatchMode):
 
 
 def outputs(
-    qkv: list[Tensor], documents: Tensor, sinks: Tensor, window: int, softcap: float
+    qkv: list[Tensor],
+    documents: Tensor,
+    sinks: Tensor,
+    window: int,
+    softcap: float,
 ) -> list[Tensor]:
     out, lse = attend_own(*qkv, documents, sinks, window, softcap)
     gradient = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
@@ -50,12 +54,18 @@ def compared(
     dtype: torch.dtype, documents: Tensor, window: int, softcap: float
 ) -> tuple[list[str], float]:
     torch.manual_seed(0)
-    qkv = [torch.randn(ROWS, LENGTH, heads, SIZE).to(dtype) for heads in (4, 2, 2)]
+    qkv = [
+        torch.randn(ROWS, LENGTH, heads, SIZE).to(dtype) for heads in (4, 2, 2)
+    ]
     sinks = torch.randn(4)
     terms = window, softcap
     with Asked() as asked:
-        there = outputs([x.cuda() for x in qkv], documents, sinks.cuda(), *terms)
-    here = outputs([x.double() for x in qkv], documents, sinks.double(), *terms)
+        there = outputs(
+            [x.cuda() for x in qkv], documents, sinks.cuda(), *terms
+        )
+    here = outputs(
+        [x.double() for x in qkv], documents, sinks.double(), *terms
+    )
     apart = [
         float((a.cpu().double() - b).abs().max() / b.abs().max())
         for a, b in zip(there, here, strict=True)

@@ -42,7 +42,9 @@ class Reads(TorchDispatchMode):
         kwargs = kwargs or {}
         name, out = func._schema.name, func(*args, **kwargs)
         reads = name == "aten::_local_scalar_dense" and args[0].is_cuda
-        copies = name in ("aten::_to_copy", "aten::copy_") and _to_host(args, out)
+        copies = name in ("aten::_to_copy", "aten::copy_") and _to_host(
+            args, out
+        )
         if reads or copies:
             place = self.executor.words[OP]
             kind = self.executor.row[place].kind if place >= 0 else "step"
@@ -51,7 +53,11 @@ class Reads(TorchDispatchMode):
 
 
 def _to_host(args: Any, out: Any) -> bool:
-    source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]
+    source = (
+        args[1]
+        if len(args) > 1 and isinstance(args[1], torch.Tensor)
+        else args[0]
+    )
     return bool(source.is_cuda and not out.is_cuda)
 
 

@@ -57,7 +57,9 @@ def main(out: str) -> None:
 
         return note
 
-    watch(Rank, "batch", lambda _, step: order.append(f"read {step}{stream()}"))
+    watch(
+        Rank, "batch", lambda _, step: order.append(f"read {step}{stream()}")
+    )
     watch(Executor, "_perform", lambda *_: order.append("operation"))
     watch(Executor, "_numbers", lambda _: order.append("all queued"))
     watch(torch.Tensor, "record_stream", note_of("kept"))
@@ -91,7 +93,12 @@ def main(out: str) -> None:
     row = len(rank.part.trainer.row)
     print(
         json.dumps(
-            {"steps": steps, "order": order, "row": row, "threads": [threads, updating]}
+            {
+                "steps": steps,
+                "order": order,
+                "row": row,
+                "threads": [threads, updating],
+            }
         )
     )
 

@@ -42,7 +42,9 @@ COMPUTES = "7B3 (backward of layers.6, microbatch 3)"
 
 def on_gpu(number: int, still: float, **more: Any) -> RankState:
     """A rank that waits for its GPU, after five such waits of 80 s at most."""
-    plain = rank(number, still, waits=DEVICE, device_longest=80.0, device_waits=5)
+    plain = rank(
+        number, still, waits=DEVICE, device_longest=80.0, device_waits=5
+    )
     return replace(plain, calls=(made(1, 0, op=REDUCE),), **more)
 
 
@@ -51,10 +53,14 @@ def on_gpu(number: int, still: float, **more: Any) -> RankState:
 
 @pytest.mark.parametrize("still", [61.0, 240.0, DEVICE_LEAST - 1])
 def test_a_long_first_step_on_a_gpu_is_not_ended(still: float) -> None:
-    first = [on_gpu(n, still, device_longest=0.0, device_waits=0) for n in range(3)]
+    first = [
+        on_gpu(n, still, device_longest=0.0, device_waits=0) for n in range(3)
+    ]
     assert not diagnose(first, 60.0).hangs
     assert not diagnose(first[:1], 60.0).hangs
-    assert diagnose([replace(r, still=DEVICE_LEAST + 1) for r in first], 60.0).hangs
+    assert diagnose(
+        [replace(r, still=DEVICE_LEAST + 1) for r in first], 60.0
+    ).hangs
 
 
 DEFAULT = Hangs().timeout
@@ -67,14 +73,21 @@ def test_by_default_nothing_that_takes_under_ten_minutes_is_ended(
 ) -> None:
     # A slow disk (D), a step of four minutes on the device after short ones, a computation.
     short = {"longest": 0.1, "device_longest": 0.1, "device_waits": 1000}
-    host = [rank(n, 599.0, phase=phase, state=state, op="", **short) for n in range(3)]
+    host = [
+        rank(n, 599.0, phase=phase, state=state, op="", **short)
+        for n in range(3)
+    ]
     device = [replace(r, waits=DEVICE) for r in host]
     for ranks in (host, device, host[:1], device[:1]):
         assert not diagnose(ranks, DEFAULT).hangs
 
 
-def test_by_default_a_save_that_does_nothing_is_ended_after_half_an_hour() -> None:
-    assert not diagnose([rank(0, 1799.0, phase="saving", op="")], DEFAULT).hangs
+def test_by_default_a_save_that_does_nothing_is_ended_after_half_an_hour() -> (
+    None
+):
+    assert not diagnose(
+        [rank(0, 1799.0, phase="saving", op="")], DEFAULT
+    ).hangs
     assert diagnose([rank(0, 1801.0, phase="saving", op="")], DEFAULT).hangs
 
 
@@ -85,7 +98,9 @@ def test_a_gpu_may_take_the_timeout_beyond_its_longest_wait() -> None:
 
 def test_a_wait_for_a_gpu_that_ended_was_a_healthy_one() -> None:
     positions = Positions(0)
-    entry = RankProcess(0, os.getpid(), started_at(os.getpid()), tuple(positions.paths))
+    entry = RankProcess(
+        0, os.getpid(), started_at(os.getpid()), tuple(positions.paths)
+    )
     seen = WatchedRank(entry, "a")
     positions.begin()
     now = seen.since
@@ -98,7 +113,9 @@ def test_a_wait_for_a_gpu_that_ended_was_a_healthy_one() -> None:
     state = seen.state(now)
     assert state.device_longest >= 80.0
     assert state.device_waits == 4
-    assert state.longest <= 2.0  # an operation of the host is no longer for that
+    assert (
+        state.longest <= 2.0
+    )  # an operation of the host is no longer for that
     assert (
         WatchedRank(entry, "a").device_longest == state.device_longest
     )  # of a watcher started again
@@ -113,7 +130,9 @@ def test_progress_of_a_gpu_is_progress_of_its_rank(
     positions = Positions(0)
     positions.look_at_device = lambda: (first, passed[0])
     first = positions.texts([REDUCE])
-    entry = RankProcess(0, os.getpid(), started_at(os.getpid()), tuple(positions.paths))
+    entry = RankProcess(
+        0, os.getpid(), started_at(os.getpid()), tuple(positions.paths)
+    )
     seen = WatchedRank(entry, "a")
     now = seen.since
     with positions.reading():
@@ -165,7 +184,9 @@ def test_a_host_that_can_queue_no_more_waits_for_its_gpu() -> None:
     assert found.hangs
     assert "all ranks wait for their GPUs" in found.text
     # Where nothing of its interpreter runs, what is known of its GPU is old.
-    assert diagnose([*late[:2], replace(full[2], locked=True)], 60.0).ranks == (2,)
+    assert diagnose(
+        [*late[:2], replace(full[2], locked=True)], 60.0
+    ).ranks == (2,)
 
 
 def test_a_gpu_in_work_of_its_own_is_named_with_the_operation() -> None:
@@ -179,7 +200,9 @@ def test_a_gpu_in_work_of_its_own_is_named_with_the_operation() -> None:
     assert alone.ranks == (0,)
 
 
-def test_gpus_that_stand_in_the_same_call_blame_the_network_and_the_gpus() -> None:
+def test_gpus_that_stand_in_the_same_call_blame_the_network_and_the_gpus() -> (
+    None
+):
     hosts = {0: "alpha", 1: "alpha", 2: "beta"}
     states = [
         replace(on_gpu(n, 200.0, device_op=REDUCE), host=host)
@@ -199,10 +222,15 @@ def flight(ended: int, started: int, queued: int) -> tuple[Flight, ...]:
     return (Flight("tp", (0, 1, 2), ended, started, queued, "all_reduce"),)
 
 
-def test_the_record_of_nccl_names_the_gpu_that_has_not_started_a_call() -> None:
+def test_the_record_of_nccl_names_the_gpu_that_has_not_started_a_call() -> (
+    None
+):
     # All stand in the same forward, whose all-reduce only the GPU of rank 1 has not come to.
     at = {"device_op": FORWARD, "calls": (made(1, 0, op=FORWARD),)}
-    ranks = [replace(on_gpu(n, 200.0), **at, flights=flight(6, 7, 9)) for n in (0, 2)]
+    ranks = [
+        replace(on_gpu(n, 200.0), **at, flights=flight(6, 7, 9))
+        for n in (0, 2)
+    ]
     stuck = replace(on_gpu(1, 200.0), **at, flights=flight(6, 6, 9))
     found = diagnose([*ranks, stuck], 60.0)
     assert found.ranks == (1,)
@@ -241,7 +269,9 @@ def test_a_device_is_at_the_first_event_that_it_has_not_passed() -> None:
     assert progress.look() == (-1, 4)
 
 
-def test_events_of_a_step_that_is_over_are_not_kept_and_count_as_passed() -> None:
+def test_events_of_a_step_that_is_over_are_not_kept_and_count_as_passed() -> (
+    None
+):
     progress = DeviceProgress()
     for step in range(1, 4):
         for place in range(5):
@@ -298,7 +328,9 @@ def test_a_watcher_gets_the_record_of_nccl_from_a_rank_that_waits_for_its_gpu(
 ) -> None:
     recording.flight = json.dumps(RECORD).encode
     recording.words[OP] = recording.texts([FORWARD])
-    entry = RankProcess(0, os.getpid(), started_at(os.getpid()), tuple(recording.paths))
+    entry = RankProcess(
+        0, os.getpid(), started_at(os.getpid()), tuple(recording.paths)
+    )
     watcher = Watcher(Hosted("a", str(tmp_path), ("a",), 60.0, (entry,)))
     with recording.reading():
         (state,) = watcher._with_flights(watcher.seen())
@@ -327,7 +359,9 @@ def test_a_machine_that_was_asleep_has_not_hung(
     # paused, the watcher sees a gap between two of its own looks.
     positions = Positions(0)
     positions.begin()
-    entry = RankProcess(0, os.getpid(), started_at(os.getpid()), tuple(positions.paths))
+    entry = RankProcess(
+        0, os.getpid(), started_at(os.getpid()), tuple(positions.paths)
+    )
     watcher = Watcher(Hosted("a", str(tmp_path), ("a",), 60.0, (entry,)))
     now, naps = time.monotonic(), [0.1, 0.1, 36_000.0, 0.1, 5_000.0, 0.1]
 

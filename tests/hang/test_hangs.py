@@ -27,7 +27,15 @@ def test_a_rank_that_sleeps_is_named_with_its_operation_and_stack_and_all_are_en
 ) -> None:
     run = run_in(tmp_path / "run", "hang.timeout=1.5")
     with pytest.raises(RankFailed, match="killed by signal 9"):
-        launch(sleeps_in_a_backward, 2, run, "dp2", 1, backend="gloo", timeout=600.0)
+        launch(
+            sleeps_in_a_backward,
+            2,
+            run,
+            "dp2",
+            1,
+            backend="gloo",
+            timeout=600.0,
+        )
     out = Path(run.out)
     said = (out / FILE).read_text()
     assert said.startswith("the run hangs at step 2: ")
@@ -52,7 +60,15 @@ def test_from_outside_the_same_is_seen_while_a_run_hangs(
 
     def train() -> None:
         with pytest.raises(RankFailed):
-            launch(sleeps_in_a_backward, 2, run, "dp2", 0, backend="shm", timeout=15.0)
+            launch(
+                sleeps_in_a_backward,
+                2,
+                run,
+                "dp2",
+                0,
+                backend="shm",
+                timeout=15.0,
+            )
 
     training = threading.Thread(target=train)
     training.start()
@@ -81,7 +97,9 @@ def test_from_outside_the_same_is_seen_while_a_run_hangs(
     assert main(["doctor", "hang", run.out]) == 2  # it has ended
 
 
-def test_a_save_that_takes_longer_than_the_timeout_ends_no_run(tmp_path: Path) -> None:
+def test_a_save_that_takes_longer_than_the_timeout_ends_no_run(
+    tmp_path: Path,
+) -> None:
     run = run_in(tmp_path / "run", "hang.timeout=0.5", "steps=3")
     outcomes = launch(
         saves_slowly, 2, run, "dp2 zero1", 2.5, backend="gloo", timeout=60.0
@@ -97,7 +115,14 @@ def test_two_hosts_of_one_name_are_two_hosts_and_come_to_one_diagnosis(
     run = run_in(tmp_path / "run", "hang.timeout=1.5")
     with pytest.raises(RankFailed):
         launch(
-            apart, 2, sleeps_in_a_backward, run, "dp2", 1, backend="gloo", timeout=600.0
+            apart,
+            2,
+            sleeps_in_a_backward,
+            run,
+            "dp2",
+            1,
+            backend="gloo",
+            timeout=600.0,
         )
     said = (Path(run.out) / FILE).read_text()
     assert f"it has been at {OP} for " in said

@@ -34,7 +34,9 @@ def test_own_time_is_that_of_a_step_without_what_it_waited_in_calls() -> None:
     own.add(7.0, 0.0, (), ())
     total, *parts = own.taken()
     assert total == (7.0 - 1.5 + 7.0) / 2
-    taken = {name: part for name, part in zip(NAMES, parts, strict=True) if part}
+    taken = {
+        name: part for name, part in zip(NAMES, parts, strict=True) if part
+    }
     assert taken == {DATA: 0.5, "forward": 0.75, "backward": 1.25}
     assert own.taken() == [0.0] * (1 + len(NAMES))
 
@@ -50,16 +52,24 @@ def test_own_time_on_a_device_is_what_it_computed() -> None:
     own.add(9.0, 0.5, spans, [(0.5, 8.5)])
     total, *parts = own.taken()
     assert total == 0.5 + 2.0 + 2.0
-    taken = {name: part for name, part in zip(NAMES, parts, strict=True) if part}
+    taken = {
+        name: part for name, part in zip(NAMES, parts, strict=True) if part
+    }
     assert taken == {DATA: 0.5, "forward": 2.0, "backward": 2.0}
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 31])
-def test_each_rank_is_compared_with_the_median_of_all_others(count: int) -> None:
+def test_each_rank_is_compared_with_the_median_of_all_others(
+    count: int,
+) -> None:
     draw = random.Random(count)
     values = [draw.choice((0.1, 0.2, draw.random())) for _ in range(count)]
-    by_hand = [statistics.median(values[:i] + values[i + 1 :]) for i in range(count)]
-    assert _medians_of_others(np.array(values)).tolist() == pytest.approx(by_hand)
+    by_hand = [
+        statistics.median(values[:i] + values[i + 1 :]) for i in range(count)
+    ]
+    assert _medians_of_others(np.array(values)).tolist() == pytest.approx(
+        by_hand
+    )
 
 
 def test_looking_at_4096_ranks_names_the_slow_one_and_sorts_once(
@@ -87,7 +97,9 @@ def test_many_slow_ranks_are_named_by_the_slowest_few() -> None:
     assert named == list(range(99, 91, -1))
 
 
-def test_a_rank_that_was_slow_once_for_long_is_named_with_its_operations() -> None:
+def test_a_rank_that_was_slow_once_for_long_is_named_with_its_operations() -> (
+    None
+):
     stragglers = Stragglers(2.0, [0, 0, 0, 1])
     usual = row(0.3, forward=0.1, backward=0.2)
     assert not list(stragglers.look([usual, usual, usual, row(0.9)], 1))
@@ -105,12 +117,16 @@ def test_a_rank_that_was_slow_once_for_long_is_named_with_its_operations() -> No
 
 def test_a_little_adds_up_and_noise_does_not() -> None:
     stragglers = Stragglers(2.0, [0, 0])
-    lines = [list(stragglers.look([row(0.25), row(0.75)], 1)) for _ in range(10)]
+    lines = [
+        list(stragglers.look([row(0.25), row(0.75)], 1)) for _ in range(10)
+    ]
     # a quarter of a second each
     assert [len(line) for line in lines] == [0, 0, 0, 0, 1] * 2
     noisy, usual = Stragglers(2.0, [0, 0]), row(0.01)
     for n in range(1000):
-        assert not list(noisy.look([usual, row(0.035 if n % 3 == 0 else 0.01)], 1))
+        assert not list(
+            noisy.look([usual, row(0.035 if n % 3 == 0 else 0.01)], 1)
+        )
     assert not list(Stragglers(0.0, [0, 0]).look([usual, row(100.0)], 1))
 
 
@@ -122,10 +138,14 @@ def test_a_rank_without_peers_is_compared_with_its_own_earlier_steps() -> None:
     assert (slow.rank, slow.usual) == (1, pytest.approx(0.7))
 
 
-def test_data_read_ahead_takes_time_where_the_device_had_to_wait_for_it() -> None:
+def test_data_read_ahead_takes_time_where_the_device_had_to_wait_for_it() -> (
+    None
+):
     own = OwnTime(queued=True)
     spans = [Span(0, ops.COMPUTE, Op(ops.FORWARD, 0, 0), 1.0, 3.0)]
-    own.add(9.0, 0.5, spans, (), ahead=1.5)  # hidden behind two seconds of computing
+    own.add(
+        9.0, 0.5, spans, (), ahead=1.5
+    )  # hidden behind two seconds of computing
     own.add(9.0, 0.5, spans, (), ahead=6.0)
     total, *parts = own.taken()
     data = (0.5 + 0.5 + 4.0) / 2

@@ -68,14 +68,20 @@ spokes = "four"
 """
 MISTAKES = {  # by the line of WRONG that they are on
     1: ("name = 5 is a whole number", "Write text"),
-    2: ("range = [1] is a list of 1", "two numbers, as in range = [0.9, 0.95]"),
+    2: (
+        "range = [1] is a list of 1",
+        "two numbers, as in range = [0.9, 0.95]",
+    ),
     3: ("gears = [1, 0] is out of bounds", "1 or more"),
     4: ("gaers = 1: there is no key 'gaers'", "Did you mean 'gears'?"),
     5: ("engine.power = 0 is out of bounds", "more than 0"),
     6: ('engine.fuel = "disel" is unknown', "Did you mean 'diesel'?"),
     7: ("owner = 3 is a whole number", "Write text"),
     9: ("wheels[0].size = 41 is out of bounds", "1 to 40"),
-    10: ("wheels[1].size is missing", "a whole number, as in wheels[1].size = 100"),
+    10: (
+        "wheels[1].size is missing",
+        "a whole number, as in wheels[1].size = 100",
+    ),
     11: ('wheels[1].spokes = "four" is text', "a number"),
     13: ("prices.de.2020 = true is true or false", "a number"),
 }
@@ -85,7 +91,8 @@ def test_every_mistake_of_a_file_is_reported_at_once_with_its_line() -> None:
     with pytest.raises(FileError) as caught:
         parse(Car, WRONG, "car.toml", FileError)
     by_line = {
-        int(m.place.removeprefix("car.toml line ")): m for m in caught.value.mistakes
+        int(m.place.removeprefix("car.toml line ")): m
+        for m in caught.value.mistakes
     }
     assert sorted(by_line) == sorted(MISTAKES)
     for line, (what, way_out) in MISTAKES.items():
@@ -96,19 +103,30 @@ def test_every_mistake_of_a_file_is_reported_at_once_with_its_line() -> None:
     )
 
 
-def test_of_very_many_mistakes_the_first_are_reported_and_the_rest_counted() -> None:
+def test_of_very_many_mistakes_the_first_are_reported_and_the_rest_counted() -> (
+    None
+):
     with pytest.raises(FileError) as caught:
         parse(
-            Car, 'name = ""\n' + "[[wheels]]\nsize = 0\n" * 500, "car.toml", FileError
+            Car,
+            'name = ""\n' + "[[wheels]]\nsize = 0\n" * 500,
+            "car.toml",
+            FileError,
         )
     assert len(caught.value.mistakes) == 21
     assert "480 more mistakes" in str(caught.value)
 
 
-def test_a_file_without_mistakes_and_one_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_without_mistakes_and_one_that_cannot_be_read(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "car.toml"
-    path.write_text('name = "a"\nengine = {power = 3}\nwheels = [{size = 1}]\n')
-    assert load(Car, path, "car", FileError) == Car("a", Engine(3.0), (Wheel(1),))
+    path.write_text(
+        'name = "a"\nengine = {power = 3}\nwheels = [{size = 1}]\n'
+    )
+    assert load(Car, path, "car", FileError) == Car(
+        "a", Engine(3.0), (Wheel(1),)
+    )
     with pytest.raises(FileError, match="cannot read the car"):
         load(Car, tmp_path / "nothing.toml", "car", FileError)
     with pytest.raises(FileError, match="is not TOML"):
@@ -148,7 +166,9 @@ def test_the_line_of_a_key_is_found_however_it_is_written() -> None:
     text = 'name = "a"\nprices."de".x = 1\n[ engine ]\n"fuel" = "gas"\n[prices.fr]\ny = "?"\n'
     with pytest.raises(FileError) as caught:
         parse(Car, text, "f", FileError)
-    places = {m.what.partition(" =")[0]: m.place for m in caught.value.mistakes}
+    places = {
+        m.what.partition(" =")[0]: m.place for m in caught.value.mistakes
+    }
     assert places == {"engine.fuel": "f line 4", "prices.fr.y": "f line 6"}
 
 
@@ -159,7 +179,8 @@ def _holds(value: Any, rules: Mapping[str, Any]) -> bool:
     named = rules.get("type", [])
     allowed = [named] if isinstance(named, str) else named
     fits = [
-        isinstance(value, types[t]) and isinstance(value, bool) == (t == "boolean")
+        isinstance(value, types[t])
+        and isinstance(value, bool) == (t == "boolean")
         for t in allowed
     ]
     if allowed and not any(fits):
@@ -175,14 +196,22 @@ def _holds(value: Any, rules: Mapping[str, Any]) -> bool:
             for name, item in value.items()
         )  # fmt: skip
     if isinstance(value, list):
-        count = rules.get("minItems", 0) <= len(value) <= rules.get("maxItems", 10**9)
-        return count and all(_holds(item, rules.get("items", {})) for item in value)
+        count = (
+            rules.get("minItems", 0)
+            <= len(value)
+            <= rules.get("maxItems", 10**9)
+        )
+        return count and all(
+            _holds(item, rules.get("items", {})) for item in value
+        )
     if "enum" in rules and value not in rules["enum"]:
         return False
     if value is None or isinstance(value, str | bool):
         return True
     low, high = rules.get("minimum", -1e400), rules.get("maximum", 1e400)
-    return bool(low <= value <= high and value > rules.get("exclusiveMinimum", -1e400))
+    return bool(
+        low <= value <= high and value > rules.get("exclusiveMinimum", -1e400)
+    )
 
 
 @pytest.mark.parametrize(

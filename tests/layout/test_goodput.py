@@ -27,20 +27,34 @@ def record(
     }
 
 
-def step(number: int, clock: float, began: float, count: int, **spent: float) -> Record:
-    phases = {name.replace("_", " "): seconds for name, seconds in spent.items()}
+def step(
+    number: int, clock: float, began: float, count: int, **spent: float
+) -> Record:
+    phases = {
+        name.replace("_", " "): seconds for name, seconds in spent.items()
+    }
     return record("step", clock, began, step=number, steps=count, spent=phases)
 
 
 # Two processes: 100 to 170 and 190 to 250; the second goes on at step 4 of 6.
 LOG = [
     record(
-        "start", 110, 100, step=0, spent={"starting": 4.0, "reading a checkpoint": 6.0}
+        "start",
+        110,
+        100,
+        step=0,
+        spent={"starting": 4.0, "reading a checkpoint": 6.0},
     ),
     step(2, 125, 100, 2, first_step=8, in_a_step=3, compiling=4),
     record("validation", 130, 100, step=2, spent={"validating": 5.0}),
     step(4, 136, 100, 2, in_a_step=5, loading_data=1),
-    record("checkpoint", 146, 100, step=4, spent={"saving": 9.0, "between steps": 1.0}),
+    record(
+        "checkpoint",
+        146,
+        100,
+        step=4,
+        spent={"saving": 9.0, "between steps": 1.0},
+    ),
     step(6, 166, 100, 2, in_a_step=20),
     record("resume", 195, 190, spent={"starting": 2.0}),
     record("start", 200, 190, step=4, spent={"reading a checkpoint": 5.0}),
@@ -76,7 +90,8 @@ def test_a_clock_that_is_set_changes_nothing(at: int, jump: float) -> None:
 def test_on_another_machine_the_calendar_tells_the_time_between() -> None:
     # Its own clock began much later: 1166 to 1190 of the calendar were down.
     moved = [
-        {**r, "boot": "b", "clock": r["clock"] - 185, "began": 5.0} for r in LOG[6:]
+        {**r, "boot": "b", "clock": r["clock"] - 185, "began": 5.0}
+        for r in LOG[6:]
     ]
     assert parts([*LOG[:6], *moved]) == pytest.approx(PARTS_OF_LOG)
     # The calendar says that it began before the first ended: nothing of that is believed.
@@ -90,21 +105,33 @@ def test_a_start_on_another_machine_is_one_also_at_the_same_second_of_its_clock(
 ):
     """Machines that were started together: the second process begins when the first one did."""
     moved = [
-        {**r, "boot": "b", "clock": r["clock"] - 90, "began": 100.0} for r in LOG[6:]
+        {**r, "boot": "b", "clock": r["clock"] - 90, "began": 100.0}
+        for r in LOG[6:]
     ]
     assert parts([*LOG[:6], *moved]) == pytest.approx(PARTS_OF_LOG)
 
 
-def test_no_part_is_negative_where_phases_are_rounded_to_more_than_passed() -> None:
+def test_no_part_is_negative_where_phases_are_rounded_to_more_than_passed() -> (
+    None
+):
     log = [
         record("start", 110, 100, step=0, spent={}),
         step(1, 113, 100, 1, in_a_step=3.0004),
     ]
-    assert parts(log) == dict.fromkeys(PARTS, 0.0) | {"starting": 10.0, "steps": 3.0004}
+    assert parts(log) == dict.fromkeys(PARTS, 0.0) | {
+        "starting": 10.0,
+        "steps": 3.0004,
+    }
 
 
 def test_a_hang_is_time_down() -> None:
-    hang = {"event": "hang", "time": 1226.0, "clock": 226.0, "boot": "a", "ranks": [1]}
+    hang = {
+        "event": "hang",
+        "time": 1226.0,
+        "clock": 226.0,
+        "boot": "a",
+        "ranks": [1],
+    }
     later = [record("start", 240, 230, step=6, spent={})]
     hung = {**PARTS_OF_LOG, "down": 24.0 + 16.0 + 4.0, "starting": 30.0}
     assert parts([*LOG, hang, *later]) == pytest.approx(hung)
@@ -152,7 +179,9 @@ def test_steps_that_are_lost_twice_are_counted_once_as_lost() -> None:
     assert parts([*log, again]) == pytest.approx(none)
 
 
-def run_with_kills(chance: random.Random) -> tuple[list[Record], dict[str, float]]:
+def run_with_kills(
+    chance: random.Random,
+) -> tuple[list[Record], dict[str, float]]:
     """A log of several starts, and its parts: each execution of a step is listed, and lost when a later
     start is at an earlier step."""
     log: list[Record] = []
@@ -168,7 +197,11 @@ def run_with_kills(chance: random.Random) -> tuple[list[Record], dict[str, float
         starting = float(chance.randint(0, 5))
         hand["starting"] += starting
         now, done = began + starting, saved
-        log.append(record("start", now, began, step=done, spent={"starting": starting}))
+        log.append(
+            record(
+                "start", now, began, step=done, spent={"starting": starting}
+            )
+        )
         hand["lost steps"] += sum(s for at, s in counting if at > done)
         counting = [(at, s) for at, s in counting if at <= done]
         # Steps of the line that is not written yet, and what they have taken.
@@ -192,11 +225,19 @@ def run_with_kills(chance: random.Random) -> tuple[list[Record], dict[str, float
                 fresh = 0.0
             if chance.random() < 0.6 or not fresh:
                 log.append(step(done, now, began, line, in_a_step=fresh))
-                counting += [(done - n, open_seconds / line) for n in range(line)]
+                counting += [
+                    (done - n, open_seconds / line) for n in range(line)
+                ]
                 line, open_seconds = 0, 0.0
             else:  # another record has it: a skipped step
                 log.append(
-                    record("skip", now, began, step=done, spent={"in a step": fresh})
+                    record(
+                        "skip",
+                        now,
+                        began,
+                        step=done,
+                        spent={"in a step": fresh},
+                    )
                 )
         # The process is killed; what no line of steps has is lost with the next start.
         counting += [(1 << 30, open_seconds)] if line else []
@@ -216,7 +257,13 @@ def test_records_of_earlier_versions_count_by_the_calendar() -> None:
     old = [
         {"event": "start", "time": 0.0, "step": 0},
         *(
-            {"event": "step", "time": 10.0 * n, "step": n, "steps": 1, "seconds": 5.0}
+            {
+                "event": "step",
+                "time": 10.0 * n,
+                "step": n,
+                "steps": 1,
+                "seconds": 5.0,
+            }
             for n in (1, 2, 3)
         ),
         {"event": "start", "time": 50.0, "step": 2},

@@ -15,7 +15,9 @@ from phalanx.layout import Layout, Shape
 VALUES = [Layout.parse("dp2 tp2 zero1 bf16"), Shape.load("tiny")]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", VALUES, ids=lambda value: type(value).__name__
+)
 def test_equal_values_have_equal_hashes_and_others_have_others(
     value: Layout | Shape,
 ) -> None:
@@ -33,7 +35,9 @@ def test_equal_values_have_equal_hashes_and_others_have_others(
     assert value.__reduce_ex__(2)[2] == value.__getstate__()
 
 
-def test_a_hash_is_not_sent_to_a_process_in_which_text_has_another_hash() -> None:
+def test_a_hash_is_not_sent_to_a_process_in_which_text_has_another_hash() -> (
+    None
+):
     program = """
 import pickle, sys
 sent = {sent!r}

@@ -16,7 +16,12 @@ import phalanx
 from hub_models import saved, theirs
 from phalanx.cli import main
 from phalanx.layout import Shape, hub
-from phalanx.layout.hub import HubError, config_folder, data_folder, model_folder
+from phalanx.layout.hub import (
+    HubError,
+    config_folder,
+    data_folder,
+    model_folder,
+)
 
 REVISION = "5f0c"
 Capture = pytest.CaptureFixture[str]
@@ -58,7 +63,13 @@ def test_a_model_of_the_hub_is_trained_by_its_name(
     text.write_text("a text of some words\n" * 60)
     assert main(["data", "prepare", str(text), "--out", str(tokens)]) == 0
     rule = ["optimizer.name=sgd", "optimizer.lr=1e-9", "steps=1", "batch=2"]
-    words = [*rule, "sequence=16", f"data={tokens}", "layout=", f"out={tmp_path}/run"]
+    words = [
+        *rule,
+        "sequence=16",
+        f"data={tokens}",
+        "layout=",
+        f"out={tmp_path}/run",
+    ]
     assert main(["train", "model=hf:Some/Tiny-0.5B", *words]) == 0
     found = phalanx.load(tmp_path / "run")["layers.0.attn.wq.weight"]
     wanted = model.state_dict()["model.layers.0.self_attn.q_proj.weight"]
@@ -74,7 +85,9 @@ def test_a_name_that_is_not_in_the_cache_is_one_sentence(
     assert "hf download Some/Other" in said
     words = ["batch=2", "sequence=16", f"out={tmp_path}/run", "layout="]
     assert main(["train", "model=tiny", "data=hf:Some/Data", *words]) == 2
-    assert "hf download Some/Data --repo-type dataset" in capsys.readouterr().err
+    assert (
+        "hf download Some/Data --repo-type dataset" in capsys.readouterr().err
+    )
 
 
 def test_a_network_that_is_not_there_is_asked_once(
@@ -119,7 +132,13 @@ def test_data_of_the_hub_is_read_from_one_of_its_folders(
     folder = Path(data_folder("Some/Words/small"))
     assert not any(path.is_symlink() for path in folder.rglob("*"))
     model = "model={layers=1,hidden=16,heads=2,ffn=32,vocab=256}"
-    words = ["steps=1", "batch=2", "sequence=16", "layout=", f"out={tmp_path}/run"]
+    words = [
+        "steps=1",
+        "batch=2",
+        "sequence=16",
+        "layout=",
+        f"out={tmp_path}/run",
+    ]
     assert main(["train", model, "data=hf:Some/Words/small", *words]) == 0
     capsys.readouterr()
     assert main(["data", "show", f"{tmp_path}/run/tokens", "--json"]) == 0
@@ -148,7 +167,13 @@ def test_an_export_is_pushed_as_a_private_model(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = "model={layers=1,hidden=16,heads=2,ffn=32,vocab=256}"
-    words = ["steps=1", "batch=2", "sequence=16", "layout=", f"out={tmp_path}/run"]
+    words = [
+        "steps=1",
+        "batch=2",
+        "sequence=16",
+        "layout=",
+        f"out={tmp_path}/run",
+    ]
     assert main(["train", model, *words]) == 0
     export = ["checkpoint", "export", f"{tmp_path}/run"]
     monkeypatch.setattr(hub, "_hub", lambda: SimpleNamespace(HfApi=FakeApi))
@@ -165,4 +190,7 @@ def test_an_export_is_pushed_as_a_private_model(
     monkeypatch.setattr(hub, "_hub", lambda: SimpleNamespace(HfApi=refused))
     assert main([*export, "--to", f"{tmp_path}/b", "--push", "me/tiny"]) == 2
     said = capsys.readouterr().err
-    assert "is complete, and cannot be pushed to me/tiny: 401 Unauthorized." in said
+    assert (
+        "is complete, and cannot be pushed to me/tiny: 401 Unauthorized."
+        in said
+    )

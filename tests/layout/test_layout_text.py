@@ -49,10 +49,13 @@ def test_every_layout_prints_and_parses_back() -> None:
 
 def test_what_is_not_written_has_its_default_and_is_not_printed() -> None:
     assert str(Layout()) == ""
-    assert str(Layout.parse("pp4 1f1b:4 zero0 recompute:none fp32 prefetch:1")) == "pp4"
-    assert str(Layout.parse("bf16 dp4 1f1b:16 pp2 seq tp8 recompute:all zero3")) == (
-        "dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16"
+    assert (
+        str(Layout.parse("pp4 1f1b:4 zero0 recompute:none fp32 prefetch:1"))
+        == "pp4"
     )
+    assert str(
+        Layout.parse("bf16 dp4 1f1b:16 pp2 seq tp8 recompute:all zero3")
+    ) == ("dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16")
     assert Layout.parse("dp4 zero3").gather == "micro"
     assert Layout.parse("dp4 pp2 zero3").gather == "step"
     assert Layout.parse("dp4 zero2").reduce == "micro"
@@ -67,7 +70,10 @@ def test_copies_are_over_dp_and_cp_and_shards_follow_the_zero_stage() -> None:
 
 
 def test_layouts_are_listed_with_semicolons() -> None:
-    assert Layout.parse_many("dp2; tp2 ;") == (Layout.parse("dp2"), Layout.parse("tp2"))
+    assert Layout.parse_many("dp2; tp2 ;") == (
+        Layout.parse("dp2"),
+        Layout.parse("tp2"),
+    )
 
 
 @pytest.mark.parametrize(

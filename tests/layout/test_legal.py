@@ -54,7 +54,9 @@ def _broken(text: str, shape: Shape = TINY, **more: int) -> set[str]:
         ("dp32 tp3 pp8 cp64 seq gather:micro", {"heads", "ffn", "stages", "sequence", "batch", "gather"}),
     ],
 )  # fmt: skip
-def test_a_layout_breaks_exactly_these_rules(text: str, rules: set[str]) -> None:
+def test_a_layout_breaks_exactly_these_rules(
+    text: str, rules: set[str]
+) -> None:
     assert _broken(text) == rules
 
 
@@ -68,9 +70,13 @@ def test_kv_heads_either_divide_or_are_repeated() -> None:
     shape = Shape.parse(
         "layers=2\nhidden=96\nheads=12\nkv_heads=6\nvocab=8\nffn=96", "x"
     )
-    legal_tp = {tp for tp in range(1, 13) if not legal(Layout.parse(f"tp{tp}"), shape)}
+    legal_tp = {
+        tp for tp in range(1, 13) if not legal(Layout.parse(f"tp{tp}"), shape)
+    }
     by_hand = {
-        tp for tp in range(1, 13) if 12 % tp == 0 and (6 % tp == 0 or tp % 6 == 0)
+        tp
+        for tp in range(1, 13)
+        if 12 % tp == 0 and (6 % tp == 0 or tp % 6 == 0)
     }
     assert legal_tp == by_hand == {1, 2, 3, 6, 12}
     (found,) = legal(Layout.parse("tp4"), shape)
@@ -203,4 +209,7 @@ def test_a_loss_of_the_batch_needs_it_whole() -> None:
 
 def test_ep_needs_experts() -> None:
     (wrong,) = legal(Layout.parse("ep2"), TINY)
-    assert str(wrong) == "ep=2 for a model with no experts.\n  Use dp in place of ep."
+    assert (
+        str(wrong)
+        == "ep=2 for a model with no experts.\n  Use dp in place of ep."
+    )

@@ -13,11 +13,15 @@ def _sizes(room: int, axes: int) -> list[tuple[int, ...]]:
     if not axes:
         return [()]
     return [
-        (n, *rest) for n in range(2, room + 1) for rest in _sizes(room // n, axes - 1)
+        (n, *rest)
+        for n in range(2, room + 1)
+        for rest in _sizes(room // n, axes - 1)
     ]
 
 
-def meshes(room: int, names: tuple[str, ...] = ("dp", "pp", "cp", "tp")) -> list[Mesh]:
+def meshes(
+    room: int, names: tuple[str, ...] = ("dp", "pp", "cp", "tp")
+) -> list[Mesh]:
     """Every mesh of at most `room` ranks over every choice and order of axes."""
     found = []
     for count in range(len(names) + 1):
@@ -32,7 +36,9 @@ def meshes(room: int, names: tuple[str, ...] = ("dp", "pp", "cp", "tp")) -> list
 EVERY = meshes(64)
 # In the usual order all 64 ranks, in every order 16: the arithmetic does not know the names.
 USUAL = [
-    m for m in EVERY if [a.name for a in m.axes] == [n for n in AXES if m.of(n) > 1]
+    m
+    for m in EVERY
+    if [a.name for a in m.axes] == [n for n in AXES if m.of(n) > 1]
 ]
 SMALL = [m for m in EVERY if m.size <= 16]
 SPLIT = [
@@ -50,9 +56,13 @@ SPLIT = [
 def test_the_groups_along_any_axes_are_a_partition_of_the_ranks() -> None:
     for mesh in USUAL + SMALL + SPLIT:
         names = [a.name for a in mesh.axes]
-        for axes in (c for n in range(len(names) + 1) for c in combinations(names, n)):
+        for axes in (
+            c for n in range(len(names) + 1) for c in combinations(names, n)
+        ):
             groups = mesh.groups(axes)
-            assert sorted(r for g in groups for r in g) == list(range(mesh.size))
+            assert sorted(r for g in groups for r in g) == list(
+                range(mesh.size)
+            )
             width = 1
             for name in axes:
                 width *= mesh.of(name)
@@ -60,7 +70,8 @@ def test_the_groups_along_any_axes_are_a_partition_of_the_ranks() -> None:
             for group in groups:
                 assert list(group) == sorted(group)
                 assert all(
-                    mesh.group(rank, axes) == group for rank in (group[0], group[-1])
+                    mesh.group(rank, axes) == group
+                    for rank in (group[0], group[-1])
                 )
 
 
@@ -70,17 +81,25 @@ def test_a_group_is_the_ranks_whose_other_coordinates_are_the_same() -> None:
         whole = [a.name for a in mesh.axes]
         parts = [name for a in mesh.axes for name in a.part_names]
         for name in {*whole, *parts}:
-            inside = [p for p in parts if p == name or p.startswith(name + ".")]
+            inside = [
+                p for p in parts if p == name or p.startswith(name + ".")
+            ]
             others = [p for p in parts if p not in inside]
             for rank in range(mesh.size):
                 same = [
                     r for r in range(mesh.size)
                     if all(places[r][p] == places[rank][p] for p in others)
                 ]  # fmt: skip
-                assert mesh.group(rank, [name]) == tuple(same), (str(mesh), name, rank)
+                assert mesh.group(rank, [name]) == tuple(same), (
+                    str(mesh),
+                    name,
+                    rank,
+                )
 
 
-def test_rank_and_coordinates_undo_each_other_with_the_first_axis_outermost() -> None:
+def test_rank_and_coordinates_undo_each_other_with_the_first_axis_outermost() -> (
+    None
+):
     for mesh in USUAL + SMALL:
         names = [a.name for a in mesh.axes]
         counted = product(*(range(a.size) for a in mesh.axes))
@@ -118,7 +137,9 @@ def test_neighbouring_ranks_differ_in_the_innermost_axis() -> None:
         ("cp4:3x2", "3 x 2 is 6, not 4"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused_with_its_word(text: str, part: str) -> None:
+def test_a_mesh_that_cannot_be_is_refused_with_its_word(
+    text: str, part: str
+) -> None:
     with pytest.raises(LayoutError, match=part):
         Mesh.parse(text)
 

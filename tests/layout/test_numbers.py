@@ -30,7 +30,16 @@ def test_sizes_are_read_as_people_write_them() -> None:
     assert parse_byte_sizes("1K:64K") == (1024, 4096, 16384, 65536)
     assert parse_byte_sizes("1K:6K:2") == (1024, 2048, 4096, 6144)
     assert parse_byte_sizes("8K,1K") == (1024, 8192)
-    for wrong in ("", "0", "-1K", "1X", "4K:1K", "1K:4K:1", "1K:4K:x", "1:2:3:4"):
+    for wrong in (
+        "",
+        "0",
+        "-1K",
+        "1X",
+        "4K:1K",
+        "1K:4K:1",
+        "1K:4K:x",
+        "1:2:3:4",
+    ):
         with pytest.raises(NumberError):
             parse_byte_sizes(wrong)
 
@@ -89,7 +98,11 @@ def test_the_length_of_a_sequence_is_exact_and_4k_is_refused_with_both_of_its_me
             (512, 8.4e6, 1.12e9, 999.7e9),
             ["512 B", "8.4 MB", "1.12 GB", "1 TB"],
         ),
-        (rate_text, (3352e9, 33.5e12, 0.2e9), ["3352 GB/s", "33.5 TB/s", "0.2 GB/s"]),
+        (
+            rate_text,
+            (3352e9, 33.5e12, 0.2e9),
+            ["3352 GB/s", "33.5 TB/s", "0.2 GB/s"],
+        ),
         (
             seconds_text,
             (2.5, 0.0123, 4.5e-6, 6e-8, 12345),

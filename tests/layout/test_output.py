@@ -122,7 +122,9 @@ def test_a_reader_that_was_waited_for_in_vain_is_not_waited_for_as_long_again(
     assert reader.lines == ["one", "two", "three"]
 
 
-def test_a_file_that_cannot_be_written_for_a_while_costs_those_lines_only() -> None:
+def test_a_file_that_cannot_be_written_for_a_while_costs_those_lines_only() -> (
+    None
+):
     reader, outlet = _paused()
     reader.reads.set()
     outlet.put("before\n")
@@ -161,7 +163,9 @@ def test_a_thread_is_there_only_while_something_is_written() -> None:
     outlet.flush()
     while not outlet.idle:  # the kernel may take a moment
         pass
-    assert threading.active_count() == 1 or "work" not in str(threading.enumerate())
+    assert threading.active_count() == 1 or "work" not in str(
+        threading.enumerate()
+    )
 
 
 def test_the_thread_that_writes_receives_no_signals() -> None:
@@ -170,14 +174,22 @@ def test_the_thread_that_writes_receives_no_signals() -> None:
 
     def write(text: str) -> None:
         masks.append(
-            {int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
+            {
+                int(each)
+                for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            }
         )
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     outlet = Outlet(write)
     outlet.put("a line\n")
     assert outlet.flush() == 0
-    assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} <= masks[0]
+    assert {
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+    } <= masks[0]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
@@ -347,9 +359,7 @@ def test_what_nobody_has_read_is_told_on_the_other_stream(
         print("one\ntwo")
         flush_output()
         sys.stdout = before
-    text = (
-        "phalanx: 2 lines of standard output were not shown: No space left on device\n"
-    )
+    text = "phalanx: 2 lines of standard output were not shown: No space left on device\n"
     assert capfd.readouterr() == ("", text)
 
 
@@ -368,7 +378,9 @@ def test_a_process_is_without_threads_before_it_forks_ranks(
 def test_a_signal_in_a_plain_process_is_written_past_the_buffer(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    before = signal.signal(signal.SIGUSR2, lambda *_: put_line(sys.stderr, "asked"))
+    before = signal.signal(
+        signal.SIGUSR2, lambda *_: put_line(sys.stderr, "asked")
+    )
     try:
         os.kill(os.getpid(), signal.SIGUSR2)
     finally:

@@ -31,7 +31,9 @@ def test_the_parts_of_a_dim_cover_it_and_each_unit_lies_on_as_many_ranks(
         assert cut.start % unit == 0
         assert 0 <= cut.stop - cut.start <= cut.length
     if units % parts == 0:
-        assert all(cut.stop - cut.start == cut.length == size // parts for cut in cuts)
+        assert all(
+            cut.stop - cut.start == cut.length == size // parts for cut in cuts
+        )
 
 
 def test_two_kv_heads_over_four_ranks_lie_on_two_neighbours_each() -> None:
@@ -50,7 +52,9 @@ def test_a_vocabulary_that_does_not_divide_is_padded_at_its_end() -> None:
     assert (cuts[-1].start, cuts[-1].stop) == (43981, 50257)
 
 
-def test_a_table_prints_and_parses_back_and_the_first_line_that_fits_counts() -> None:
+def test_a_table_prints_and_parses_back_and_the_first_line_that_fits_counts() -> (
+    None
+):
     rules = Rules.parse(TABLE)
     assert Rules.parse(str(rules)) == rules
     assert rules.dims("layers.3.attn.wk.weight", 2) == ("kv", "embed")
@@ -58,10 +62,13 @@ def test_a_table_prints_and_parses_back_and_the_first_line_that_fits_counts() ->
     assert (first.dims("a.b"), first.dims("b")) == (("heads", "embed"), ("-",))
 
 
-def test_what_the_table_does_not_say_is_refused_with_the_line_to_write() -> None:
+def test_what_the_table_does_not_say_is_refused_with_the_line_to_write() -> (
+    None
+):
     rules = Rules.parse(TABLE)
     with pytest.raises(
-        LayoutError, match=r"no rule names the parameter head.weight. Add a line"
+        LayoutError,
+        match=r"no rule names the parameter head.weight. Add a line",
     ):
         rules.dims("head.weight")
     with pytest.raises(

@@ -111,7 +111,9 @@ def _no_extras(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_file_is_refused_with_place_value_and_way_out(name: str) -> None:
+def test_a_wrong_file_is_refused_with_place_value_and_way_out(
+    name: str,
+) -> None:
     text, told, way_out = WRONG[name]
     with pytest.raises(RunError) as error:
         Run.parse(text, "my.toml")
@@ -122,7 +124,9 @@ def test_a_wrong_file_is_refused_with_place_value_and_way_out(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_wrong_argument_is_refused_with_place_value_and_way_out(name: str) -> None:
+def test_a_wrong_argument_is_refused_with_place_value_and_way_out(
+    name: str,
+) -> None:
     argument, told, way_out = ARGUMENTS[name]
     with pytest.raises(RunError) as error:
         Run.parse("", "my.toml", (argument,))
@@ -174,12 +178,16 @@ RUNS = st.fixed_dictionaries(
         "seed": st.integers(0, 2**31),
         "document_masks": st.booleans(),
         "out": st.text(
-            st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=1, max_size=8
+            st.characters(min_codepoint=32, max_codepoint=0x2FF),
+            min_size=1,
+            max_size=8,
         ),
         "optimizer": st.fixed_dictionaries(
             {"lr": st.floats(1e-9, 1e3), "warmup_steps": st.integers(0, 20)},
             optional={
-                "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)).map(list)
+                "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)).map(
+                    list
+                )
             },
         ),
         "checkpoint": st.fixed_dictionaries(
@@ -197,7 +205,9 @@ def test_what_is_printed_reads_back_the_same(said: dict[str, object]) -> None:
         if isinstance(value, dict)
         else f"{name}={json.dumps(value)}"
         for name, value in said.items()
-        for inner, v in (value.items() if isinstance(value, dict) else [("", None)])
+        for inner, v in (
+            value.items() if isinstance(value, dict) else [("", None)]
+        )
     ]
     run = Run.parse("", "x", tuple(arguments))
     assert Run.parse(str(run), "x") == run
@@ -208,7 +218,8 @@ def test_what_is_printed_reads_back_the_same(said: dict[str, object]) -> None:
 
 def test_a_model_told_by_its_sizes_reads_back_too() -> None:
     run = Run.parse(
-        "batch = 3\nmodel = {layers = 2, hidden = 64, heads = 4, vocab = 300}", "x"
+        "batch = 3\nmodel = {layers = 2, hidden = 64, heads = 4, vocab = 300}",
+        "x",
     )
     assert Run.parse(str(run), "x") == run
     assert run.shape == Shape("model", 2, 64, heads=4, vocab=300, batch=3)
@@ -230,7 +241,9 @@ def test_the_schema_names_every_key_with_its_default_and_bounds() -> None:
         found = []
         for name, inner in table["properties"].items():  # type: ignore[attr-defined]
             deeper = "properties" in inner
-            found += keys(inner, f"{prefix}{name}.") if deeper else [prefix + name]
+            found += (
+                keys(inner, f"{prefix}{name}.") if deeper else [prefix + name]
+            )
         assert table["additionalProperties"] is False
         return found
 
@@ -269,8 +282,16 @@ def test_precision_and_microbatch_are_other_ways_to_write_the_layout() -> None:
         run = Run.parse("", "x", ("batch=16", *arguments))
         return str(run.layout_of(run.shape))
 
-    assert of("layout=dp2", "precision=bf16") == of("layout=dp2 bf16") == "dp2 bf16"
-    assert of("layout=dp2", "microbatch=2") == of("layout=dp2 accum:4") == "dp2 accum:4"
+    assert (
+        of("layout=dp2", "precision=bf16")
+        == of("layout=dp2 bf16")
+        == "dp2 bf16"
+    )
+    assert (
+        of("layout=dp2", "microbatch=2")
+        == of("layout=dp2 accum:4")
+        == "dp2 accum:4"
+    )
     assert (
         of("layout=dp2 pp2", "microbatch=1")
         == of("layout=dp2 pp2 1f1b:8")
@@ -299,18 +320,31 @@ def descriptions(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def test_the_docs_list_every_key_of_the_run_file_with_its_description() -> None:
+def test_the_docs_list_every_key_of_the_run_file_with_its_description() -> (
+    None
+):
     page = Path(__file__).parents[2] / "docs" / "training.md"
-    section = page.read_text().partition("## The keys")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([\w.]+)` \| .*? \| (.*) \|$", section, re.MULTILINE)
+    section = (
+        page.read_text().partition("## The keys")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| .*? \| (.*) \|$", section, re.MULTILINE
+    )
     assert dict(rows) == descriptions(schema(Run, "phalanx run file"))
     assert [key for key, _ in rows] == list(every_key(Run))
 
 
-def test_the_docs_list_every_size_of_a_model_with_the_words_of_others() -> None:
+def test_the_docs_list_every_size_of_a_model_with_the_words_of_others() -> (
+    None
+):
     page = Path(__file__).parents[2] / "docs" / "model-keys.md"
-    line = re.compile(r"^\| `(\w+)` \| .*? \| (.*?) \| (.*?) \|$", re.MULTILINE)
-    rows = {key: (text, words) for key, text, words in line.findall(page.read_text())}
+    line = re.compile(
+        r"^\| `(\w+)` \| .*? \| (.*?) \| (.*?) \|$", re.MULTILINE
+    )
+    rows = {
+        key: (text, words)
+        for key, text, words in line.findall(page.read_text())
+    }
     of_run = {"name", "kind", "freeze", "lora_r", "lora_alpha", "lora_targets"}
     sizes = schema(Shape, "shape")["properties"]
     assert set(rows) == set(sizes) - of_run
@@ -323,7 +357,9 @@ def test_the_docs_list_every_size_of_a_model_with_the_words_of_others() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in Shape.names() if n != "mlp"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 24, 128, 256, 512, 1024, 2000])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, 3, 6, 8, 24, 128, 256, 512, 1024, 2000]
+)
 def test_the_recipe_is_legal_for_every_shape_and_number_of_ranks(
     name: str, ranks: int
 ) -> None:
@@ -357,7 +393,9 @@ def test_the_recipe_says_what_it_says() -> None:
 
 def test_the_less_memory_the_more_microbatches() -> None:
     shape = Shape.load("1b")
-    counts = [recipe(shape, 8, memory=m).microbatches for m in (400e9, 80e9, 20e9)]
+    counts = [
+        recipe(shape, 8, memory=m).microbatches for m in (400e9, 80e9, 20e9)
+    ]
     assert counts == sorted(set(counts))
 
 
@@ -390,7 +428,9 @@ def test_a_name_of_published_weights_is_refused_until_random_ones_are_asked_for(
     name: str, tmp_path: Path
 ) -> None:
     run = Run(model=name, out=str(tmp_path / "run"))
-    assert run.shape.total > 1e8  # sizes that are known, so that the name looks real
+    assert (
+        run.shape.total > 1e8
+    )  # sizes that are known, so that the name looks real
     with pytest.raises(
         RunError, match=rf"model = '{name}' names published weights.*hf:FOLDER"
     ) as e:
@@ -436,7 +476,10 @@ def test_random_weights_are_not_asked_of_a_model_that_has_its_own() -> None:
     [
         ("model={n_layer=2,hidden=16,layers=2}", "Write model.layers"),
         ("model={hidden_size=16,layers=2,hidden=8}", "Write model.hidden"),
-        ("model={num_key_value_heads=1,layers=2,hidden=8}", "Write model.kv_heads"),
+        (
+            "model={num_key_value_heads=1,layers=2,hidden=8}",
+            "Write model.kv_heads",
+        ),
         ("num_train_epochs=3", "Write epochs"),
         ("load_in_4bit=true", "4-bit weights"),
         ("qlora=true", "4-bit weights"),

@@ -17,7 +17,9 @@ from phalanx.layout import LayoutError, Shape
         ("405b", 405_853_388_800),
     ],
 )
-def test_parameters_are_those_of_the_published_weights(name: str, total: int) -> None:
+def test_parameters_are_those_of_the_published_weights(
+    name: str, total: int
+) -> None:
     assert Shape.load(name).total == total
 
 
@@ -25,7 +27,13 @@ def test_the_gpt_of_a_trillion_has_a_trillion() -> None:
     """Narayanan et al. 2021, eq. 2: 12 l h^2 (1 + 13 / 12h + (V + s) / 12lh), 1008.0 billion."""
     s = Shape.load("1t-gpt")
     h, n = s.hidden, s.layers
-    paper = 12 * n * h * h * (1 + 13 / (12 * h) + (s.vocab + s.sequence) / (12 * n * h))
+    paper = (
+        12
+        * n
+        * h
+        * h
+        * (1 + 13 / (12 * h) + (s.vocab + s.sequence) / (12 * n * h))
+    )
     assert s.total == pytest.approx(paper, rel=1e-6)
     assert round(s.total / 1e9) == 1008
 
@@ -36,13 +44,17 @@ def test_every_shape_that_ships_loads_and_names_its_source() -> None:
     more = {"8x7b", "30b-a3b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}
     assert (
         names
-        == {"tiny", "25m", "124m", "1b", "8b", "70b", "405b", "1t-gpt", "mlp"} | more
+        == {"tiny", "25m", "124m", "1b", "8b", "70b", "405b", "1t-gpt", "mlp"}
+        | more
     )
     for name in names:
         shape = Shape.load(name)
         assert shape.source
         assert shape.name == name
-        assert sum(shape.rows[p].numel for p in range(shape.pieces)) == shape.total
+        assert (
+            sum(shape.rows[p].numel for p in range(shape.pieces))
+            == shape.total
+        )
     assert Shape.load("25m").total == pytest.approx(25e6, rel=0.05)
     assert Shape.load("mlp").total == 4 * 1024 * 1024
 
@@ -56,7 +68,9 @@ def test_a_shape_with_mistakes_is_refused_with_all_of_them() -> None:
         'line 1: layers = "four" is text', "line 3: heads = true is true or false",
     ):  # fmt: skip
         assert part in str(caught.value)
-    with pytest.raises(LayoutError, match="kv_heads = 3 does not divide heads = 4"):
+    with pytest.raises(
+        LayoutError, match="kv_heads = 3 does not divide heads = 4"
+    ):
         Shape.parse("layers=1\nhidden=8\nheads=4\nkv_heads=3\nvocab=5", "x")
     with pytest.raises(LayoutError, match="vocab is missing"):
         Shape.parse("layers=1\nhidden=8", "x")
@@ -91,5 +105,7 @@ def test_a_shape_that_a_program_makes_is_checked_like_a_file() -> None:
         LayoutError, match=r"rope_low = 4\.0 is not below rope_high = 4\.0"
     ):
         Shape("x", 1, 8, vocab=5, rope_low=4.0)
-    with pytest.raises(LayoutError, match="heads = 16 is more than hidden = 8"):
+    with pytest.raises(
+        LayoutError, match="heads = 16 is more than hidden = 8"
+    ):
         Shape("x", 1, 8, vocab=5, heads=16)

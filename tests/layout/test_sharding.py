@@ -19,14 +19,21 @@ MESHES = (
     "dp2 pp2 1f1b:4",
     "dp2 tp2 seq accum:2",
 )
-WORDS = ("", "gather:step", "gather:micro", "reduce:step", "gather:step reduce:step")
+WORDS = (
+    "",
+    "gather:step",
+    "gather:micro",
+    "reduce:step",
+    "gather:step reduce:step",
+)
 
 
 def sent(layout: Layout) -> Counter[str]:
     """How many gathers and sums the busiest rank of a step's program has."""
     program = build(layout, staged_pieces(layout, TINY))
     rows = [
-        Counter(op.kind for op in row if op.kind in MESSAGES) for row in program.rows
+        Counter(op.kind for op in row if op.kind in MESSAGES)
+        for row in program.rows
     ]
     return max(rows, key=lambda row: row.total())
 
@@ -52,13 +59,20 @@ def test_a_lower_stage_that_sends_less_has_fewer_messages_in_its_program(
         assert all(its[kind] <= mine[kind] for kind in MESSAGES)
         gathers, sums = (its[kind] < mine[kind] for kind in MESSAGES)
         text = less_text(layout, other)
-        assert ("gathers weights" in text, "sums gradients" in text) == (gathers, sums)
+        assert ("gathers weights" in text, "sums gradients" in text) == (
+            gathers,
+            sums,
+        )
 
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)
-def test_no_lower_stage_with_fewer_messages_is_left_out(layout: Layout) -> None:
+def test_no_lower_stage_with_fewer_messages_is_left_out(
+    layout: Layout,
+) -> None:
     """Of those that have as many messages, the highest stage is enough: it holds least."""
-    named = {tuple(sorted(sent(other).items())) for other in sends_less(layout)}
+    named = {
+        tuple(sorted(sent(other).items())) for other in sends_less(layout)
+    }
     mine = sent(layout)
     for zero in range(1, layout.zero):
         try:
@@ -71,7 +85,9 @@ def test_no_lower_stage_with_fewer_messages_is_left_out(layout: Layout) -> None:
             assert tuple(sorted(its.items())) in named
 
 
-def test_weights_on_the_host_are_fetched_for_each_use_under_every_stage() -> None:
+def test_weights_on_the_host_are_fetched_for_each_use_under_every_stage() -> (
+    None
+):
     assert sends_less(Layout.parse("dp2 zero3 accum:4 offload:weights")) == ()
 
 
@@ -87,7 +103,9 @@ def test_the_recipe_shards_no_more_than_memory_asks_for() -> None:
             for part in (1.001, 0.999)
         )
         assert (enough.zero, less.zero) == (zero, zero + 1)
-    assert recipe(shape, 8, batch=32, precision="bf16").zero == 3  # memory unknown
+    assert (
+        recipe(shape, 8, batch=32, precision="bf16").zero == 3
+    )  # memory unknown
     # In a pipeline ZeRO-3 gathers as rarely as ZeRO-2 and holds less.
     staged = [
         recipe(Shape.load("70b"), 64, batch=64, memory=m * 1e9).zero

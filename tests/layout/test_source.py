@@ -13,7 +13,9 @@ OWN = "".join(
 )
 
 
-def test_ranks_that_are_threads_read_the_same_file_at_once(tmp_path: Path) -> None:
+def test_ranks_that_are_threads_read_the_same_file_at_once(
+    tmp_path: Path,
+) -> None:
     """A collection of garbage lets another thread in while Python builds the tree of a file."""
     (tmp_path / "helper.py").write_text("")
     file = tmp_path / "model.py"
@@ -33,7 +35,9 @@ def test_ranks_that_are_threads_read_the_same_file_at_once(tmp_path: Path) -> No
     gc.callbacks.append(let_others_run)
     gc.set_threshold(50)
     try:
-        threads = [threading.Thread(target=at_depth, args=(10 * n,)) for n in range(4)]
+        threads = [
+            threading.Thread(target=at_depth, args=(10 * n,)) for n in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

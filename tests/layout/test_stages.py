@@ -38,7 +38,14 @@ def test_balanced_runs_are_as_cheap_as_the_best_of_all_cuts() -> None:
     ]
     for costs in rows:
         for parts in range(1, len(costs) + 1):
-            for first, last in ((0, 0), (4, 0), (0, 5), (2, 3), (20, 0), (0, 20)):
+            for first, last in (
+                (0, 0),
+                (4, 0),
+                (0, 5),
+                (2, 3),
+                (20, 0),
+                (0, 20),
+            ):
                 found = balance(costs, parts, first, last)
                 assert sum(found) == len(costs)
                 assert len(found) == parts
@@ -75,17 +82,24 @@ def test_stages_hold_every_piece_once_and_in_order() -> None:
             assert [p for s in stages for p in s] == list(range(shape.pieces))
 
 
-def test_named_stages_count_blocks_and_the_ends_take_embedding_and_head() -> None:
+def test_named_stages_count_blocks_and_the_ends_take_embedding_and_head() -> (
+    None
+):
     tiny = Shape.load("tiny")
     assert stage_pieces(Layout.parse("pp3 stages:2-2-0"), tiny) == (
         range(3),
         range(3, 5),
         range(5, 6),
     )
-    assert stage_pieces(Layout.parse("pp2 stages:0-4"), tiny) == (range(1), range(1, 6))
+    assert stage_pieces(Layout.parse("pp2 stages:0-4"), tiny) == (
+        range(1),
+        range(1, 6),
+    )
 
 
 def test_a_dear_head_makes_the_last_stage_shorter() -> None:
-    one = Shape.load("1b")  # 16 blocks; its head costs about as much as 4 of them
+    one = Shape.load(
+        "1b"
+    )  # 16 blocks; its head costs about as much as 4 of them
     lengths = [len(s) for s in stage_pieces(Layout.parse("pp4"), one)]
     assert lengths[-1] - 1 < lengths[1]

@@ -23,7 +23,13 @@ from phalanx.layout.trainer_read import (
     read_options,
     read_trainer_file,
 )
-from phalanx.layout.trainer_table import FLAGS, JSON, TOML, trainer_named, trainers
+from phalanx.layout.trainer_table import (
+    FLAGS,
+    JSON,
+    TOML,
+    trainer_named,
+    trainers,
+)
 from phalanx.layout.trainer_text import options_of
 from phalanx.layout.trainer_write import Written, can_say, written
 
@@ -79,7 +85,9 @@ BOTH = {
     ],
 }  # fmt: skip
 BOTH["nemo"] = [x for x in BOTH["megatron"] if "e5m2" not in x]
-ROUNDS = [(name, layout) for name, layouts in BOTH.items() for layout in layouts]
+ROUNDS = [
+    (name, layout) for name, layouts in BOTH.items() for layout in layouts
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), ROUNDS)
@@ -90,7 +98,9 @@ def test_a_layout_that_both_can_say_comes_back(
     assert file.unsaid == ()
     sized = {} if file.trainer.sized else {"model": file.job.shape}
     asked = (
-        {"microbatches": file.job.layout.microbatches} if name == "accelerate" else {}
+        {"microbatches": file.job.layout.microbatches}
+        if name == "accelerate"
+        else {}
     )
     reading = back(tmp_path, file, **sized, **asked)
     assert reading.faults == ()
@@ -106,7 +116,9 @@ MODELS = ["124m", "1b", "8b", "70b", "405b", "30b-a3b", "8x7b"]
 
 @pytest.mark.parametrize("name", ["megatron", "nemo"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_models_sizes_come_back(name: str, model: str, tmp_path: Path) -> None:
+def test_a_models_sizes_come_back(
+    name: str, model: str, tmp_path: Path
+) -> None:
     shape = Shape.load(model)
     job = Job(Layout.parse("dp8 bf16"), shape, 512, shape.sequence)
     reading = back(tmp_path, written(job, trainer_named(name)))
@@ -215,7 +227,9 @@ def test_accelerates_file_is_yaml_that_pyyaml_reads() -> None:
     assert sizes["parallelism_config_dp_replicate_size"] == 2
     assert sizes["parallelism_config_dp_shard_size"] == 8
     assert sizes["parallelism_config_tp_size"] == 4
-    assert any("per_device_train_batch_size to 32" in x for x in file.elsewhere)
+    assert any(
+        "per_device_train_batch_size to 32" in x for x in file.elsewhere
+    )
 
 
 @pytest.mark.parametrize("layout", BOTH["accelerate"])
@@ -228,10 +242,15 @@ def test_accelerate_itself_takes_its_file(layout: str, tmp_path: Path) -> None:
     read = config.ClusterConfig.from_yaml_file(str(path))
     assert read.num_processes == file.job.layout.ranks
     prefix = "parallelism_config_"
-    sizes = {k.removeprefix(prefix): v for k, v in read.parallelism_config.items()}
+    sizes = {
+        k.removeprefix(prefix): v for k, v in read.parallelism_config.items()
+    }
     sizes.pop("cp_comm_strategy", None)
     if sizes:
-        assert parallel.ParallelismConfig(**sizes).total_size == read.num_processes
+        assert (
+            parallel.ParallelismConfig(**sizes).total_size
+            == read.num_processes
+        )
 
 
 # ---- what is named
@@ -264,7 +283,9 @@ UNSAID = [
 
 
 @pytest.mark.parametrize(("name", "layout", "told"), UNSAID)
-def test_what_a_trainer_cannot_say_is_named(name: str, layout: str, told: str) -> None:
+def test_what_a_trainer_cannot_say_is_named(
+    name: str, layout: str, told: str
+) -> None:
     file = file_of(layout, name)
     assert any(told in sentence for sentence in file.unsaid), file.unsaid
     assert not file.whole
@@ -281,20 +302,35 @@ def test_experts_are_named_where_a_trainer_has_none() -> None:
 def test_every_choice_of_a_layout_is_said_or_named() -> None:
     """No word of a layout is dropped by a trainer: what does not come back has a sentence."""
     words = (
-        *("zero1", "zero2", "zero3", "seq", "overlap", "prefetch:2", "reduce:micro"),
+        *(
+            "zero1",
+            "zero2",
+            "zero3",
+            "seq",
+            "overlap",
+            "prefetch:2",
+            "reduce:micro",
+        ),
         *(
             "recompute:all",
             "recompute:selective",
             "recompute:sqrt",
             "recompute:every=4",
         ),
-        *("offload:weights", "offload:optimizer", "offload:activations", "compile"),
+        *(
+            "offload:weights",
+            "offload:optimizer",
+            "offload:activations",
+            "compile",
+        ),
         *("fp16", "tf32", "fp64", "fp8", "fp8:tile", "mxfp8", "fp8:experts"),
         "compile:max",
     )
     shape = Shape.load("8b")
     for trainer in trainers().values():
-        plain = written(Job(Layout.parse("dp4 tp2 accum:8"), shape, 64, 4096), trainer)
+        plain = written(
+            Job(Layout.parse("dp4 tp2 accum:8"), shape, 64, 4096), trainer
+        )
         for word in words:
             try:
                 layout = Layout.parse(f"dp4 tp2 accum:8 {word}")
@@ -332,7 +368,9 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py $GPT_ARGS ${OTHER[@]} \\
 """
 
 
-def test_a_shell_scripts_names_defaults_and_sums_are_read(tmp_path: Path) -> None:
+def test_a_shell_scripts_names_defaults_and_sums_are_read(
+    tmp_path: Path,
+) -> None:
     reading = read(tmp_path, SCRIPT, "train.sh")
     assert str(reading.job.layout) == "dp16 tp2 accum:4 bf16 fp8:e5m2"
     assert reading.job.batch == 64
@@ -355,7 +393,9 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
         ([["embedding", "decoder"], ["decoder", "decoder", "loss"]], (1, 2)),
     ],
 )  # fmt: skip
-def test_megatrons_stages_are_counted(text: Any, blocks: tuple[int, ...]) -> None:
+def test_megatrons_stages_are_counted(
+    text: Any, blocks: tuple[int, ...]
+) -> None:
     assert blocks_of_text(text) == blocks
 
 
@@ -392,7 +432,9 @@ model:
 """
     reading = read(tmp_path, text, "model.yaml")
     layout = str(reading.job.layout)
-    assert layout == "pp2 dp2 tp4 seq zero1 1f1b:16 recompute:all stages:8-8 bf16"
+    assert (
+        layout == "pp2 dp2 tp4 seq zero1 1f1b:16 recompute:all stages:8-8 bf16"
+    )
     assert reading.job.sequence == 4096
 
 
@@ -447,17 +489,29 @@ def test_no_value_of_an_option_ends_in_another_error(name: str) -> None:
     said: dict[str, list[Any]] = {
         key: [] for names in trainer.read.values() for key in names
     }
-    rows = [x for g in trainer.words.values() for each in g.values() for x in each]
+    rows = [
+        x for g in trainer.words.values() for each in g.values() for x in each
+    ]
     for row in rows:
         for key, value in row.items():
             said.setdefault(key, []).append(value)
     chance = random.Random(1)
-    sizes = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 100, "sequence": 128}
-    known = {trainer.key(q): size for q, size in sizes.items() if q in trainer.read}
+    sizes = {
+        "layers": 4,
+        "hidden": 64,
+        "heads": 4,
+        "vocab": 100,
+        "sequence": 128,
+    }
+    known = {
+        trainer.key(q): size for q, size in sizes.items() if q in trainer.read
+    }
     for number in range(300):
         some = chance.sample(sorted(said), chance.randint(1, len(said)))
         options = {key: chance.choice([*said[key], *VALUES]) for key in some}
-        given = Given(8, 16, 128, 2, Shape.load("tiny")) if number % 2 else Given()
+        given = (
+            Given(8, 16, 128, 2, Shape.load("tiny")) if number % 2 else Given()
+        )
         try:
             reading = read_options(options | known, trainer, given)
         except LayoutError:
@@ -480,9 +534,7 @@ def test_what_is_left_to_a_script_is_no_fault(tmp_path: Path) -> None:
     reading = read(tmp_path, text, "ds.json", model=Shape.load("1b"), **given)
     assert reading.faults == ()
     assert str(reading.job.layout) == "dp16 zero3 accum:4 bf16"
-    left = (
-        "The training script decides train_batch_size, train_micro_batch_size_per_gpu,"
-    )
+    left = "The training script decides train_batch_size, train_micro_batch_size_per_gpu,"
     assert reading.notes[0].startswith(left)
     assert "bf16 is assumed." in reading.notes
     text = """
@@ -514,7 +566,9 @@ def test_a_default_that_no_word_stands_for_is_noted(
 ) -> None:
     """torchtitan recomputes every second layer where its file does not say otherwise."""
     text = (
-        f"[parallelism]\ntensor_parallel_degree = 1\n{text}" if "t." in name else text
+        f"[parallelism]\ntensor_parallel_degree = 1\n{text}"
+        if "t." in name
+        else text
     )
     reading = read(tmp_path, text, name, ranks=8, model=Shape.load("tiny"))
     assert reading.job.layout.recompute == recompute

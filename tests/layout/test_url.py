@@ -85,7 +85,9 @@ def test_a_password_of_a_variable_may_have_any_character(
     password: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFTP_PASSWORD", password)
-    address, options = Url("sftp://user:${SFTP_PASSWORD}@host:22/run/a").connection()
+    address, options = Url(
+        "sftp://user:${SFTP_PASSWORD}@host:22/run/a"
+    ).connection()
     # What fsspec makes of them.
     taken = infer_storage_options(address) | options
     assert taken == {
@@ -100,21 +102,27 @@ def test_a_password_with_a_slash_is_still_known_for_one() -> None:
     assert url.connection() == ("sftp://user@host/run", {"password": "p/w?x"})
 
 
-def test_values_of_a_query_come_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_a_query_come_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SIGNATURE", "a%2Bb")
     address, _ = Url("abfs://box@host/run?sv=1&sig=${SIGNATURE}").connection()
     assert parse_qsl(urlsplit(address).query) == [("sv", "1"), ("sig", "a+b")]
 
 
 def test_secrets_reach_a_rank_of_its_own_process_and_no_table() -> None:
-    run = Run.parse("", "run", ("checkpoint.remote=memory://user:pass1word@host/run",))
+    run = Run.parse(
+        "", "run", ("checkpoint.remote=memory://user:pass1word@host/run",)
+    )
     # as multiprocessing sends it
     there: Run = ForkingPickler.loads(ForkingPickler.dumps(run))
     for each in (run, there, replace(run, layout="dp2"), run.for_ranks(1)):
         assert Url(each.checkpoint.remote).secrets == {
             "PHALANX_REMOTE_PASSWORD": "pass1word"
         }
-        assert "pass1word" not in str(each) + repr(each) + json.dumps(asdict(each))
+        assert "pass1word" not in str(each) + repr(each) + json.dumps(
+            asdict(each)
+        )
     assert type(asdict(run)["checkpoint"]["remote"]) is str
     assert Run.parse(str(run)) == run
 
@@ -133,7 +141,10 @@ def test_secrets_reach_a_rank_of_its_own_process_and_no_table() -> None:
         ("cut: sftp://user:pass1wo", "cut: sftp://user:***"),
         ('{"url": "sftp://u:pass1word@h/x"}', '{"url": "sftp://u:***@h/x"}'),
         ("tcp://127.0.0.1:29500 is taken", "tcp://127.0.0.1:29500 is taken"),
-        ("see https://pytorch.org/docs?x=1#y", "see https://pytorch.org/docs?x=1#y"),
+        (
+            "see https://pytorch.org/docs?x=1#y",
+            "see https://pytorch.org/docs?x=1#y",
+        ),
     ],
 )
 def test_secrets_are_hidden_in_text_of_others(text: str, hidden: str) -> None:
@@ -184,13 +195,21 @@ def test_a_refusal_quotes_no_secret(
 
 
 def test_a_variable_that_is_not_set_is_named_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PHALANX_REMOTE_PASSWORD", raising=False)
     written = tmp_path / "run.toml"
     assert (
-        main(["train", "checkpoint.remote=memory://u:pass1word@h/x", "--print-config"])
+        main(
+            [
+                "train",
+                "checkpoint.remote=memory://u:pass1word@h/x",
+                "--print-config",
+            ]
+        )
         == 0
     )
     written.write_text(capsys.readouterr().out)

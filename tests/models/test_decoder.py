@@ -10,7 +10,13 @@ from torch.nn import functional as F
 
 from phalanx.models import Decoder, RopeScaling, decoder, token_noise
 
-LLAMA_3_8B = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336}
+LLAMA_3_8B = {
+    "hidden": 4096,
+    "layers": 32,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn": 14336,
+}
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt2": (
         124_439_808,
@@ -28,7 +34,13 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "llama-2-7b": (
         6_738_415_616,
-        {"vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32, "ffn": 11008},
+        {
+            "vocab": 32000,
+            "hidden": 4096,
+            "layers": 32,
+            "heads": 32,
+            "ffn": 11008,
+        },
     ),
     "llama-3-8b": (
         8_030_261_248,
@@ -68,7 +80,13 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-SMALL: dict[str, Any] = {"vocab": 13, "hidden": 12, "layers": 2, "heads": 4, "ffn": 20}
+SMALL: dict[str, Any] = {
+    "vocab": 13,
+    "hidden": 12,
+    "layers": 2,
+    "heads": 4,
+    "ffn": 20,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"kv_heads": 2, "head_dim": 4},
     "gpt2": {
@@ -95,7 +113,11 @@ def _batch(length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.randint(
         0, 13, (2, length + 1), generator=torch.Generator().manual_seed(1)
     )
-    return tokens[:, :-1], tokens[:, 1:], torch.arange(length).expand(2, length)
+    return (
+        tokens[:, :-1],
+        tokens[:, 1:],
+        torch.arange(length).expand(2, length),
+    )
 
 
 def _logits(model: Decoder, tokens: Tensor, **shared: Tensor) -> Tensor:
@@ -114,7 +136,9 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_chained_pieces_are_the_forward_and_stay_float64(kind: str) -> None:
+def test_the_chained_pieces_are_the_forward_and_stay_float64(
+    kind: str,
+) -> None:
     model = _small(kind, dropout=0.1)
     tokens, targets, positions = _batch()
     shared = {
@@ -140,10 +164,16 @@ def _by_hand(block: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
 
     def norm(weights: nn.Module, x: Tensor) -> Tensor:
         if not hasattr(weights, "bias"):
-            return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weights.weight
+            return (
+                x
+                / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+                * weights.weight
+            )
         x = x - x.mean(-1, keepdim=True)
         return (
-            x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weights.weight
+            x
+            / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+            * weights.weight
             + weights.bias
         )
 
@@ -156,7 +186,9 @@ def _by_hand(block: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
     up = times(mlp.up, y)
     if mlp.gate is None:
         wide = (
-            up / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
+            up
+            / 2
+            * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
         )
     else:
         gate = times(mlp.gate, y)
@@ -195,10 +227,16 @@ def test_packed_documents_give_what_each_gives_alone(kind: str) -> None:
     positions = torch.tensor([*range(4), *range(5)]).expand(2, 9)
     packed = _logits(model, tokens, positions=positions, documents=documents)
     alone = [
-        _logits(model, part, positions=torch.arange(part.shape[1]).expand(part.shape))
+        _logits(
+            model,
+            part,
+            positions=torch.arange(part.shape[1]).expand(part.shape),
+        )
         for part in (tokens[:, :4], tokens[:, 4:])
     ]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        packed, torch.cat(alone, 1), rtol=1e-11, atol=1e-11
+    )
 
 
 def test_learned_positions_and_rotary_ones_are_used() -> None:
@@ -206,9 +244,9 @@ def test_learned_positions_and_rotary_ones_are_used() -> None:
     for kind in KINDS:
         model = _small(kind)
         other = _logits(model, tokens, positions=positions.flip(1))
-        assert not torch.allclose(other, _logits(model, tokens, positions=positions)), (
-            kind
-        )
+        assert not torch.allclose(
+            other, _logits(model, tokens, positions=positions)
+        ), kind
 
 
 def test_the_loss_is_the_sum_over_valid_targets() -> None:
@@ -221,11 +259,17 @@ def test_the_loss_is_the_sum_over_valid_targets() -> None:
     x = model.embed(tokens, positions)
     for block in model.layers:
         x = _by_hand(block, x, positions)
-    x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * model.head.norm.weight
+    x = (
+        x
+        / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        * model.head.norm.weight
+    )
     torch.testing.assert_close(
         logits, x @ model.head.output.weight.T, rtol=1e-10, atol=1e-10
     )
-    picked = logits.log_softmax(-1)[valid, :].gather(1, targets[valid].unsqueeze(1))
+    picked = logits.log_softmax(-1)[valid, :].gather(
+        1, targets[valid].unsqueeze(1)
+    )
     torch.testing.assert_close(
         model(tokens, targets), -picked.sum(), rtol=1e-12, atol=0
     )
@@ -272,10 +316,15 @@ def test_every_weight_has_one_rule_with_as_many_dims_and_every_rule_a_weight(
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers()
         )
-        rules = [line.split(" : ") for line in decoder.describe(model)[1].splitlines()]
+        rules = [
+            line.split(" : ")
+            for line in decoder.describe(model)[1].splitlines()
+        ]
         for name, tensor in tensors.items():
             fits = [
-                dims for pattern, dims in rules if fnmatch.fnmatchcase(name, pattern)
+                dims
+                for pattern, dims in rules
+                if fnmatch.fnmatchcase(name, pattern)
             ]
             assert len(fits) == 1, name
             assert len(fits[0].split()) == tensor.dim(), name
@@ -301,9 +350,13 @@ def test_the_named_dims_have_one_size_each() -> None:
     rules = [line.split(" : ") for line in decoder.RULES.splitlines()]
     for name, weight in model.named_parameters():
         dims = next(
-            dims for pattern, dims in rules if fnmatch.fnmatchcase(name, pattern)
+            dims
+            for pattern, dims in rules
+            if fnmatch.fnmatchcase(name, pattern)
         )
-        assert tuple(sizes[dim] for dim in dims.split()) == tuple(weight.shape), name
+        assert tuple(sizes[dim] for dim in dims.split()) == tuple(
+            weight.shape
+        ), name
 
 
 def test_blocks_of_every_depth_share_one_compiled_graph() -> None:
@@ -346,8 +399,11 @@ def test_a_start_is_drawn_by_name_from_the_generator_alone() -> None:
 
 def test_sizes_that_do_not_fit_are_refused_at_once_with_the_numbers() -> None:
     with pytest.raises(
-        ValueError, match=r"kv_heads=3 does not divide heads=4; head_dim=5 is odd"
+        ValueError,
+        match=r"kv_heads=3 does not divide heads=4; head_dim=5 is odd",
     ):
         Decoder(**{**SMALL, "kv_heads": 3, "head_dim": 5})
-    with pytest.raises(ValueError, match="norm='batch': choose rms, rms1 or layer"):
+    with pytest.raises(
+        ValueError, match="norm='batch': choose rms, rms1 or layer"
+    ):
         Decoder(**{**SMALL, "norm": "batch"})

@@ -22,7 +22,9 @@ SIZES = DecoderSizes(
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        *shape,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed),
     )
 
 
@@ -38,7 +40,9 @@ def _positions(rows: int = Q, length: int = T) -> Tensor:
     return torch.arange(length).expand(rows, length)
 
 
-def _by_hand(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+def _by_hand(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None
+) -> Tensor:
     """One query, one key at a time."""
     out = torch.zeros_like(q)
     for b in range(q.shape[0]):
@@ -63,7 +67,9 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tenso
 @pytest.mark.parametrize(
     "documents", [None, torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5] * 7])]
 )
-def test_the_core_is_attention_written_out_by_hand(documents: Tensor | None) -> None:
+def test_the_core_is_attention_written_out_by_hand(
+    documents: Tensor | None,
+) -> None:
     q, k, v = _qkv()
     got = Core()(q, k, v, _positions(), documents)
     torch.testing.assert_close(
@@ -82,7 +88,9 @@ DOCUMENTS = torch.tensor(
 )
 
 
-def _with_gradients(attend: Callable[..., Tensor], *qkv: Tensor) -> list[Tensor]:
+def _with_gradients(
+    attend: Callable[..., Tensor], *qkv: Tensor
+) -> list[Tensor]:
     own = [x.clone().requires_grad_() for x in qkv]
     y = attend(*own)
     y.backward(torch.arange(y.numel(), dtype=y.dtype).view(y.shape).cos())
@@ -143,7 +151,11 @@ def _with_sinks(
     k, v = (x.repeat_interleave(HEADS // KV, 2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(SIZE)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    sees = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - window if window else -T)
+    sees = (
+        torch.ones(T, T, dtype=torch.bool)
+        .tril()
+        .triu(1 - window if window else -T)
+    )
     sees = sees & (runs.unsqueeze(-1) == runs.unsqueeze(-2)).unsqueeze(1)
     scores = scores.masked_fill(~sees, -math.inf)
     column = sinks.view(1, -1, 1, 1).expand(Q, -1, T, 1)
@@ -171,10 +183,14 @@ def test_sinks_and_their_gradients_are_those_of_one_more_column_of_scores(
     inputs = *_qkv(), 2 * _random(HEADS, seed=3)
     core = Core(window, softcap)
     got = _with_gradients(
-        lambda q, k, v, s: core(q, k, v, None, documents if packed else None, s),
+        lambda q, k, v, s: core(
+            q, k, v, None, documents if packed else None, s
+        ),
         *inputs,
     )
-    want = _with_gradients(lambda *x: _with_sinks(*x, runs, window, softcap), *inputs)
+    want = _with_gradients(
+        lambda *x: _with_sinks(*x, runs, window, softcap), *inputs
+    )
     assert len(got) == 5
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -210,14 +226,22 @@ def test_grouped_queries_equal_repeated_key_heads(packed: bool) -> None:
     documents = torch.tensor([[0] * 3 + [1] * 4] * Q) if packed else None
     grouped = Core()(q, k, v, _positions(), documents)
     repeated = Core()(
-        q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), _positions(), documents
+        q,
+        k.repeat_interleave(2, 2),
+        v.repeat_interleave(2, 2),
+        _positions(),
+        documents,
     )
     torch.testing.assert_close(grouped, repeated, rtol=1e-13, atol=1e-13)
 
 
-def test_the_whole_of_attention_is_the_formula_with_complex_rotations() -> None:
+def test_the_whole_of_attention_is_the_formula_with_complex_rotations() -> (
+    None
+):
     torch.manual_seed(0)
-    attn = Attention(replace(SIZES, hidden=10, bias="all", qk_norm=True)).double()
+    attn = Attention(
+        replace(SIZES, hidden=10, bias="all", qk_norm=True)
+    ).double()
     for weight in attn.parameters():
         torch.nn.init.normal_(weight)
     x, positions = (
@@ -235,15 +259,23 @@ def test_the_whole_of_attention_is_the_formula_with_complex_rotations() -> None:
                     angle = float(positions[b, t]) * 100.0 ** (-2 * i / SIZE)
                     z = torch.complex(y[b, t, :, i], y[b, t, :, i + SIZE // 2])
                     z = z * complex(math.cos(angle), math.sin(angle))
-                    out[b, t, :, i], out[b, t, :, i + SIZE // 2] = z.real, z.imag
+                    out[b, t, :, i], out[b, t, :, i + SIZE // 2] = (
+                        z.real,
+                        z.imag,
+                    )
         return out
 
     with torch.no_grad():
         q = turned(attn.wq, HEADS, attn.q_norm.weight)
         k = turned(attn.wk, KV, attn.k_norm.weight)
         v = (x @ attn.wv.weight.T + attn.wv.bias).reshape(Q, T, KV, SIZE)
-        want = _by_hand(q, k, v, None).flatten(2) @ attn.wo.weight.T + attn.wo.bias
-        torch.testing.assert_close(attn(x, positions), want, rtol=1e-11, atol=1e-11)
+        want = (
+            _by_hand(q, k, v, None).flatten(2) @ attn.wo.weight.T
+            + attn.wo.bias
+        )
+        torch.testing.assert_close(
+            attn(x, positions), want, rtol=1e-11, atol=1e-11
+        )
 
 
 def test_rotary_scores_depend_only_on_relative_positions() -> None:
@@ -252,7 +284,9 @@ def test_rotary_scores_depend_only_on_relative_positions() -> None:
 
     def scores(positions: Tensor) -> Tensor:
         angles = rope.angles(positions, SIZE, torch.float64)
-        return torch.einsum("bthd,bshd->bhts", rotate(q, *angles), rotate(k, *angles))
+        return torch.einsum(
+            "bthd,bshd->bhts", rotate(q, *angles), rotate(k, *angles)
+        )
 
     start = _positions(1)
     torch.testing.assert_close(
@@ -264,7 +298,9 @@ def test_rotary_scores_depend_only_on_relative_positions() -> None:
 def test_rotation_keeps_lengths_and_leaves_position_zero() -> None:
     x = _random(1, T, HEADS, SIZE)
     turned = rotate(x, *Rope(10.0).angles(_positions(1), SIZE, x.dtype))
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0
+    )
     assert torch.equal(turned[:, 0], x[:, 0])
     assert not torch.allclose(turned[:, 1], x[:, 1])
 
@@ -277,13 +313,18 @@ def test_llama_scaling_keeps_fast_waves_and_slows_the_slow_ones() -> None:
     got = scaling(math.e, half)
     blend = (8192 / 4096 - 1) / (4 - 1)
     slowed = [1, 1, (1 - blend) / 8 + blend, 1 / 8, 1 / 8]
-    want = [2 * math.pi / wave * slow for wave, slow in zip(waves, slowed, strict=True)]
+    want = [
+        2 * math.pi / wave * slow
+        for wave, slow in zip(waves, slowed, strict=True)
+    ]
     torch.testing.assert_close(
         got, torch.tensor(want, dtype=torch.float64), rtol=1e-13, atol=0
     )
 
 
-def test_a_replaced_core_is_used_and_a_cut_by_heads_sums_to_the_whole() -> None:
+def test_a_replaced_core_is_used_and_a_cut_by_heads_sums_to_the_whole() -> (
+    None
+):
     """Each half of the heads, with its half of the weights, gives one term of wo's sum."""
     torch.manual_seed(1)
     whole = Attention(SIZES).double()
@@ -295,10 +336,14 @@ def test_a_replaced_core_is_used_and_a_cut_by_heads_sums_to_the_whole() -> None:
             getattr(part, name).weight.data = weight
         part.wo.weight.data = whole.wo.weight.data.chunk(2, 1)[half]
         total += part(x, _positions())
-    torch.testing.assert_close(total, whole(x, _positions()), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        total, whole(x, _positions()), rtol=1e-12, atol=1e-12
+    )
 
     class Values(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+        def forward(
+            self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
+        ) -> Tensor:
             return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
     whole.core = Values()
@@ -308,4 +353,6 @@ def test_a_replaced_core_is_used_and_a_cut_by_heads_sums_to_the_whole() -> None:
         .repeat_interleave(2, 2)
         .flatten(2)
     )
-    torch.testing.assert_close(whole(x, _positions()), F.linear(v, whole.wo.weight))
+    torch.testing.assert_close(
+        whole(x, _positions()), F.linear(v, whole.wo.weight)
+    )

@@ -38,7 +38,9 @@ def made(**changed: Any) -> Any:
     return model.layers[1].mlp
 
 
-def by_token(mlp: Any, x: Tensor, kind: str, normalized: bool, scale: float) -> Tensor:
+def by_token(
+    mlp: Any, x: Tensor, kind: str, normalized: bool, scale: float
+) -> Tensor:
     """One token and one expert after the other."""
     rows = []
     for token in x.flatten(0, 1):
@@ -55,7 +57,9 @@ def by_token(mlp: Any, x: Tensor, kind: str, normalized: bool, scale: float) -> 
         whole = sum(scores[e] for e in best) if normalized else 1.0
         y = torch.zeros(HIDDEN, dtype=torch.float64)
         for e in best:
-            gate, up, down = (getattr(mlp.routed, n)[e] for n in ("gate", "up", "down"))
+            gate, up, down = (
+                getattr(mlp.routed, n)[e] for n in ("gate", "up", "down")
+            )
             y = y + scale * scores[e] / whole * (
                 down @ (F.silu(gate @ token) * (up @ token))
             )
@@ -77,7 +81,10 @@ def test_experts_give_what_one_token_after_the_other_gives(
     aim = torch.randn_like(x)
     want, got = by_token(mlp, x, kind, normalized, scale), mlp(x)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    weights = [x, *(w for name, w in mlp.named_parameters() if name != "router.bias")]
+    weights = [
+        x,
+        *(w for name, w in mlp.named_parameters() if name != "router.bias"),
+    ]
     for a, b in zip(
         torch.autograd.grad(got, weights, aim),
         torch.autograd.grad(want, weights, aim),
@@ -90,8 +97,13 @@ def clamped_by_hand(mlp: Any, x: Tensor) -> Tensor:
     """gpt-oss's experts, one token and one number after the other."""
     rows, seven = [], torch.tensor(7.0, dtype=torch.float64)
     for token in x.flatten(0, 1):
-        logits = [row @ token + b for row, b in zip(*each_of(mlp.router), strict=True)]
-        best = sorted(range(EXPERTS), key=lambda e: -float(logits[e].detach()))[:TOP]
+        logits = [
+            row @ token + b
+            for row, b in zip(*each_of(mlp.router), strict=True)
+        ]
+        best = sorted(
+            range(EXPERTS), key=lambda e: -float(logits[e].detach())
+        )[:TOP]
         total = sum(logits[e].exp() for e in best)
         y = torch.zeros(HIDDEN, dtype=torch.float64)
         for e in best:
@@ -117,12 +129,16 @@ def each_of(router: Any) -> tuple[Tensor, Tensor]:
 
 
 def test_clamped_experts_with_biases_are_those_written_out_by_hand() -> None:
-    mlp = made(balance="none", shared_experts=0, bias="all", activation="clamped")
+    mlp = made(
+        balance="none", shared_experts=0, bias="all", activation="clamped"
+    )
     with torch.no_grad():
         mlp.routed.gate.mul_(3.0)  # so that both clamps are met
         mlp.routed.up.mul_(3.0)
     x = torch.randn(2, 7, HIDDEN, dtype=torch.float64)
-    torch.testing.assert_close(mlp(x), clamped_by_hand(mlp, x), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        mlp(x), clamped_by_hand(mlp, x), rtol=1e-11, atol=1e-11
+    )
     assert float(F.linear(x, mlp.routed.up[0]).detach().abs().max()) > 7
 
 
@@ -168,9 +184,13 @@ def test_a_bias_changes_who_is_chosen_and_no_weight() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sequence", "batch", "z"])
-def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> None:
+def test_losses_of_a_router_have_the_gradients_of_transformers(
+    kind: str,
+) -> None:
     """Three sequences, the last token of each padding; transformers adds up in float32."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+    from transformers.models.mixtral.modeling_mixtral import (
+        load_balancing_loss_func,
+    )
 
     torch.manual_seed(0)
     losses: Any = {f"{kind}_loss": 0.3}
@@ -184,7 +204,9 @@ def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> Non
     valid[:, 6:] = False
     inputs = x, router.weight
     logits = (x @ router.weight.T)[:, :6]
-    runs = {"sequence": [*logits], "batch": [logits.flatten(0, 1)], "z": []}[kind]
+    runs = {"sequence": [*logits], "batch": [logits.flatten(0, 1)], "z": []}[
+        kind
+    ]
     means = [load_balancing_loss_func((run,), EXPERTS, TOP) for run in runs]
     means += [logits.logsumexp(-1).square().mean()] if kind == "z" else []
     wanted = torch.autograd.grad(0.3 * torch.stack(means).mean(), inputs)
@@ -200,9 +222,12 @@ def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> Non
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-7)
         assert bool(b.any())
     assert not any(
-        bool(g.any()) for g in torch.autograd.grad(router(x)[0].sum() * 0.0, inputs)
+        bool(g.any())
+        for g in torch.autograd.grad(router(x)[0].sum() * 0.0, inputs)
     )
-    with torch.no_grad():  # as a forward that is computed again later: the counts alone
+    with (
+        torch.no_grad()
+    ):  # as a forward that is computed again later: the counts alone
         again = router(x, valid).terms
     assert {*again} == {CHOICES}
     assert torch.equal(again[CHOICES], choices)
@@ -211,12 +236,17 @@ def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> Non
 def test_grouped_products_give_what_a_loop_gives() -> None:
     """In 16 bits, with an expert that has no token. Widths are multiples of 16 bytes."""
     torch.manual_seed(0)
-    experts = ExpertMlps(DecoderSizes(hidden=16, expert_ffn=24, experts=4)).bfloat16()
+    experts = ExpertMlps(
+        DecoderSizes(hidden=16, expert_ffn=24, experts=4)
+    ).bfloat16()
     with torch.no_grad():
         for weight in experts.parameters():
             weight.normal_(0.0, 0.3)
     tokens, counts = torch.randn(11, 16).bfloat16(), torch.tensor([5, 0, 2, 4])
-    grouped, loop = experts.grouped(tokens, counts), experts.on_sorted(tokens, counts)
+    grouped, loop = (
+        experts.grouped(tokens, counts),
+        experts.on_sorted(tokens, counts),
+    )
     torch.testing.assert_close(grouped, loop, rtol=2e-2, atol=2e-2)
 
 
@@ -238,7 +268,9 @@ def test_gradients_of_a_token_s_copies_are_summed_with_one_rounding() -> None:
     """Without adding by index, which a GPU does with atomics: in another order each time, and in 16 bits."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, HIDDEN).bfloat16().requires_grad_()
-    chosen = torch.tensor([[[4, 1, 0], [1, 2, 3], [4, 3, 1]]]).expand(2, -1, -1)
+    chosen = torch.tensor([[[4, 1, 0], [1, 2, 3], [4, 3, 1]]]).expand(
+        2, -1, -1
+    )
     tokens, _, order, counts = Spread(EXPERTS)(x, torch.ones(2, 3, 3), chosen)
     assert counts.tolist() == [2, 6, 2, 4, 4]
     merged = Merge()(tokens, torch.ones(2, 3, 3, dtype=torch.bfloat16), order)
@@ -247,7 +279,8 @@ def test_gradients_of_a_token_s_copies_are_summed_with_one_rounding() -> None:
     with Operations() as seen:
         tokens.backward(gradient)
     by_token = [
-        gradient[order.div(3, rounding_mode="floor") == token] for token in range(6)
+        gradient[order.div(3, rounding_mode="floor") == token]
+        for token in range(6)
     ]
     sums = [copies.double().sum(0) for copies in by_token]
     assert x.grad is not None
@@ -256,10 +289,14 @@ def test_gradients_of_a_token_s_copies_are_summed_with_one_rounding() -> None:
 
 
 def test_scores_of_16_bit_tokens_are_float32() -> None:
-    router = Router(DecoderSizes(hidden=HIDDEN, experts=EXPERTS, top_k=TOP)).bfloat16()
+    router = Router(
+        DecoderSizes(hidden=HIDDEN, experts=EXPERTS, top_k=TOP)
+    ).bfloat16()
     with torch.no_grad():
         router.weight.normal_()
-    assert router(torch.randn(1, 3, HIDDEN).bfloat16())[0].dtype == torch.float32
+    assert (
+        router(torch.randn(1, 3, HIDDEN).bfloat16())[0].dtype == torch.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,12 +306,16 @@ def test_scores_of_16_bit_tokens_are_float32() -> None:
         ("gpt-oss-20b", 20.91, 4.19), ("gpt-oss-120b", 116.83, 5.71),
     ],
 )  # fmt: skip
-def test_sizes_are_those_published(name: str, billions: float, active: float) -> None:
+def test_sizes_are_those_published(
+    name: str, billions: float, active: float
+) -> None:
     """Jiang et al. 2024 say 47B and 13B; Yang et al. 2025 30.5B and 3.3B; DeepSeek-V3 2024 671B and
     37B; OpenAI 2025 20.91B and 3.61B, 116.83B and 5.13B, of which the second is without
     the lookup's 0.58B."""
     shape = Shape.load(name)
-    assert shape.total == sum(w.numel() for w in build_model(shape).weights.values())
+    assert shape.total == sum(
+        w.numel() for w in build_model(shape).weights.values()
+    )
     assert (round(shape.total / 1e9, 2), round(shape.active / 1e9, 2)) == (
         billions,
         active,
@@ -287,8 +328,16 @@ def test_sizes_are_those_published(name: str, billions: float, active: float) ->
         ("top_k", 9, "top_k = 9 is more than experts = 4"),
         ("dense_layers", 2, "leaves no block of 2 for experts"),
         ("gated", False, "experts are gated MLPs"),
-        ("expert_groups", 3, "experts = 4 do not form 3 equal groups of two or more"),
-        ("expert_groups", 4, "experts = 4 do not form 4 equal groups of two or more"),
+        (
+            "expert_groups",
+            3,
+            "experts = 4 do not form 3 equal groups of two or more",
+        ),
+        (
+            "expert_groups",
+            4,
+            "experts = 4 do not form 4 equal groups of two or more",
+        ),
         ("top_groups", 2, "top_groups = 2 of 1 have 8 experts"),
         ("value_dim", 4, "without kv_latent"),
     ],
@@ -297,7 +346,9 @@ def test_sizes_that_do_not_fit_together_are_refused(
     key: str, value: object, words: str
 ) -> None:
     with pytest.raises(ShapeError, match=words):
-        Shape.of({"layers": 2, "hidden": 8, "vocab": 5, "experts": 4, key: value})
+        Shape.of(
+            {"layers": 2, "hidden": 8, "vocab": 5, "experts": 4, key: value}
+        )
 
 
 @pytest.mark.parametrize(

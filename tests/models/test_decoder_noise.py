@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.models import Attention, Decoder, DecoderSizes, Dropout, token_noise
+from phalanx.models import (
+    Attention,
+    Decoder,
+    DecoderSizes,
+    Dropout,
+    token_noise,
+)
 from phalanx.models.noise import _scramble, block_noise
 
 RATE = 0.25
@@ -42,9 +48,9 @@ def test_a_slice_of_heads_has_the_slice_of_the_mask() -> None:
     for half in range(2):
         part = Attention(sizes)
         for name in ("wq", "wk", "wv"):
-            getattr(part, name).weight.data = getattr(whole, name).weight.data.chunk(2)[
-                half
-            ]
+            getattr(part, name).weight.data = getattr(
+                whole, name
+            ).weight.data.chunk(2)[half]
         part.wo.weight.data = torch.eye(4)
         part.heads = whole.heads.chunk(2)[half]
         got = part(x, positions, None, noise)
@@ -52,7 +58,9 @@ def test_a_slice_of_heads_has_the_slice_of_the_mask() -> None:
         assert torch.equal(got == 0, want == 0)
         torch.testing.assert_close(got, want)
     columns = (full == 0).flatten(0, 1).T
-    assert columns.unique(dim=0).shape == columns.shape  # no two features share a mask
+    assert (
+        columns.unique(dim=0).shape == columns.shape
+    )  # no two features share a mask
 
 
 def test_the_rate_holds_for_every_token_feature_place_and_block() -> None:
@@ -102,16 +110,26 @@ def test_keys_of_a_step_differ_for_every_token_and_between_steps() -> None:
     assert torch.equal(both & 0xFFFFFFFF, tokens.repeat(2))
 
 
-def test_one_flipped_bit_of_the_key_flips_half_of_the_bits_of_the_draw() -> None:
-    keys = torch.randint(0, 2**32, (4096,), generator=torch.Generator().manual_seed(0))
+def test_one_flipped_bit_of_the_key_flips_half_of_the_bits_of_the_draw() -> (
+    None
+):
+    keys = torch.randint(
+        0, 2**32, (4096,), generator=torch.Generator().manual_seed(0)
+    )
     bits = 1 << torch.arange(32)
-    flipped = _scramble(keys.unsqueeze(1) ^ bits) ^ _scramble(keys).unsqueeze(1)
+    flipped = _scramble(keys.unsqueeze(1) ^ bits) ^ _scramble(keys).unsqueeze(
+        1
+    )
     share = ((flipped.unsqueeze(-1) & bits) != 0).double().mean(0)
     assert (share - 0.5).abs().max() < 6 * 0.5 / 4096**0.5
 
 
-def test_recomputing_a_block_draws_the_same_mask_and_no_noise_draws_none() -> None:
-    model = Decoder(vocab=11, hidden=8, layers=2, heads=2, dropout=0.5).double()
+def test_recomputing_a_block_draws_the_same_mask_and_no_noise_draws_none() -> (
+    None
+):
+    model = Decoder(
+        vocab=11, hidden=8, layers=2, heads=2, dropout=0.5
+    ).double()
     x, positions = (
         torch.randn(2, 5, 8, dtype=torch.float64),
         torch.arange(5).expand(2, 5),
@@ -135,5 +153,10 @@ def test_buffers_are_numbered_again_after_the_meta_device() -> None:
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()
     assert [block.piece.item() for block in model.layers] == [0, 1, 2]
-    assert all(torch.equal(block.attn.heads, torch.arange(4)) for block in model.layers)
-    assert not any("heads" in name or "piece" in name for name in model.state_dict())
+    assert all(
+        torch.equal(block.attn.heads, torch.arange(4))
+        for block in model.layers
+    )
+    assert not any(
+        "heads" in name or "piece" in name for name in model.state_dict()
+    )

@@ -14,7 +14,9 @@ def _kept(norm: torch.nn.Module, x: Tensor) -> int:
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = (
+            tensor.untyped_storage().nbytes()
+        )
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -31,10 +33,14 @@ def test_gradients_of_the_norm_are_those_of_finite_differences() -> None:
     def call(x: Tensor, weight: Tensor) -> Tensor:
         return torch.func.functional_call(norm, {"weight": weight}, (x,))
 
-    assert torch.autograd.gradcheck(call, (x, norm.weight.detach().requires_grad_()))
+    assert torch.autograd.gradcheck(
+        call, (x, norm.weight.detach().requires_grad_())
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16]
+)
 def test_the_norm_is_torchs_own_to_rounding(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6, 32, dtype=dtype, requires_grad=True)
@@ -65,13 +71,17 @@ def test_the_norm_keeps_x_its_weight_and_one_number_a_row(device: str) -> None:
     with torch.device(device):
         x = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True)
         norm = RMSNorm(width, 1e-5).bfloat16()
-    if device == "meta":  # all meta storages share one address: count tensors instead
+    if (
+        device == "meta"
+    ):  # all meta storages share one address: count tensors instead
         assert len(norm(x).grad_fn.saved_tensors) == 3
     else:
         assert _kept(norm, x) == 2 * rows * width + 2 * width + 4 * rows
 
 
-def test_gradients_of_a_layer_norm_are_rounded_once_and_not_for_each_token() -> None:
+def test_gradients_of_a_layer_norm_are_rounded_once_and_not_for_each_token() -> (
+    None
+):
     """torch's own on a CPU is off by 5 % for as many tokens in bfloat16."""
     torch.manual_seed(0)
     dtype = torch.bfloat16
@@ -82,8 +92,13 @@ def test_gradients_of_a_layer_norm_are_rounded_once_and_not_for_each_token() -> 
         module(each).backward(gradient.to(each.dtype))
     pairs = [
         (each.grad, other.grad)
-        for each, other in zip(norm.parameters(), exact.parameters(), strict=True)
+        for each, other in zip(
+            norm.parameters(), exact.parameters(), strict=True
+        )
     ]
     for got, want in [*pairs, (given[0].grad, given[1].grad)]:
         assert got.dtype == dtype
-        assert float((got - want).norm() / want.norm()) < torch.finfo(dtype).eps / 2
+        assert (
+            float((got - want).norm() / want.norm())
+            < torch.finfo(dtype).eps / 2
+        )

@@ -58,12 +58,16 @@ def by_formula(
     if "wq.weight" in weights:
         q = x @ weights["wq.weight"].T
     else:
-        latent = normed(x @ weights["wq_a.weight"].T, weights["q_a_norm.weight"])
+        latent = normed(
+            x @ weights["wq_a.weight"].T, weights["q_a_norm.weight"]
+        )
         q = latent @ weights["wq_b.weight"].T
     q = q.view(ROWS, TIME, HEADS, KEY)
     down = x @ weights["wkv_a.weight"].T
     latent, shared = down[..., :LATENT], down[..., LATENT:].unsqueeze(2)
-    up = normed(latent, weights["kv_a_norm.weight"]) @ weights["wkv_b.weight"].T
+    up = (
+        normed(latent, weights["kv_a_norm.weight"]) @ weights["wkv_b.weight"].T
+    )
     up = up.view(ROWS, TIME, HEADS, -1)
     plain = KEY - TURNED
     k, v = up[..., :plain], up[..., plain:]
@@ -100,11 +104,15 @@ def test_values_narrower_as_wide_and_wider_than_keys_are_those_of_all_scores(
     positions = torch.arange(TIME).expand(ROWS, -1)
     documents = DOCUMENTS if packed else None
     # So small that the norms' eps is a good part of the latents' mean square.
-    x = (1e-3 * torch.randn(ROWS, TIME, HIDDEN, dtype=torch.float64)).requires_grad_()
+    x = (
+        1e-3 * torch.randn(ROWS, TIME, HIDDEN, dtype=torch.float64)
+    ).requires_grad_()
     weights = dict(attention.named_parameters())
     got = attention(x, positions, documents)
     scalar, softcap = more.get("query_scalar", KEY), more.get("softcap", 0.0)
-    want = by_formula(weights, x, positions, documents, window, softcap, scalar)
+    want = by_formula(
+        weights, x, positions, documents, window, softcap, scalar
+    )
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
     aim = torch.randn_like(got)
     inputs = (x, *weights.values())

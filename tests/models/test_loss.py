@@ -23,7 +23,9 @@ WORDS = 37
 def case(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     logits = (
-        torch.randn(3, 20, WORDS, generator=generator, dtype=torch.float64).to(dtype)
+        torch.randn(3, 20, WORDS, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
         * 4
     )
     targets = torch.randint(0, WORDS, (3, 20), generator=generator)
@@ -31,18 +33,24 @@ def case(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
-def by_torch(logits: Tensor, targets: Tensor, z: float = 0.0) -> tuple[Tensor, Tensor]:
+def by_torch(
+    logits: Tensor, targets: Tensor, z: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The loss and the gradient of the logits, times 0.3."""
     x = logits.clone().requires_grad_()
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = F.cross_entropy(
+        wide.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
     loss = loss + z * wide.logsumexp(-1)[targets != -100].square().sum()
     loss.backward(torch.tensor(0.3, dtype=loss.dtype))
     assert x.grad is not None
     return loss.detach(), x.grad
 
 
-def by_chunks(logits: Tensor, targets: Tensor, z: float = 0.0) -> tuple[Tensor, Tensor]:
+def by_chunks(
+    logits: Tensor, targets: Tensor, z: float = 0.0
+) -> tuple[Tensor, Tensor]:
     x = logits.clone().requires_grad_()
     loss = token_loss(x * 1, targets, z=z)
     loss.backward(torch.tensor(0.3, dtype=loss.dtype))
@@ -51,7 +59,9 @@ def by_chunks(logits: Tensor, targets: Tensor, z: float = 0.0) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("rows", [1, 7, 60, 1000])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16]
+)
 @pytest.mark.parametrize("z", [0.0, 0.1])
 def test_loss_and_gradient_are_those_of_torch(
     z: float, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -60,8 +70,12 @@ def test_loss_and_gradient_are_those_of_torch(
     due, came = by_torch(*case(dtype), z), by_chunks(*case(dtype), z)
     assert came[0].dtype == due[0].dtype
     assert came[1].dtype == dtype
-    bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
-    torch.testing.assert_close(came[0], due[0], rtol=min(bound, 1e-6), atol=0.0)
+    bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[
+        dtype
+    ]
+    torch.testing.assert_close(
+        came[0], due[0], rtol=min(bound, 1e-6), atol=0.0
+    )
     torch.testing.assert_close(came[1], due[1], rtol=bound, atol=bound / 10)
 
 
@@ -72,11 +86,15 @@ def test_a_batch_without_a_valid_target_has_no_loss_and_no_gradient() -> None:
     assert not gradient.any()
 
 
-def cut(world: World, edges: tuple[int, ...], padded: int) -> tuple[Tensor, Tensor]:
+def cut(
+    world: World, edges: tuple[int, ...], padded: int
+) -> tuple[Tensor, Tensor]:
     """The loss and this rank's part of the gradient, its words at the edges and then padding."""
     logits, targets = case(torch.float64)
     start, stop = edges[world.rank], edges[world.rank + 1]
-    mine = torch.full((*logits.shape[:2], padded), float("nan"), dtype=logits.dtype)
+    mine = torch.full(
+        (*logits.shape[:2], padded), float("nan"), dtype=logits.dtype
+    )
     mine[..., : stop - start] = logits[..., start:stop]
     mine.requires_grad_()
     group = world.split("tp", [range(world.size)])
@@ -135,7 +153,9 @@ def test_on_meta_all_rows_cost_what_their_chunks_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One chunk there stands for all: as many bytes alive and moved, with a tenth of the operations."""
-    monkeypatch.setattr(chunked, "NUMBERS", dict.fromkeys(("cpu", "meta"), 3 * 50))
+    monkeypatch.setattr(
+        chunked, "NUMBERS", dict.fromkeys(("cpu", "meta"), 3 * 50)
+    )
     most, moved, launches = counted("cpu")
     most_on_meta, moved_on_meta, launches_on_meta = counted("meta")
     assert most_on_meta == pytest.approx(most, rel=0.05)
@@ -159,7 +179,8 @@ def test_what_a_price_takes_as_our_loss_is_what_it_moves() -> None:
         with scales.on("backward"):
             torch.autograd.grad(loss, logits)
     each = [
-        scales.load(name).moved / logits.numel() for name in ("forward", "backward")
+        scales.load(name).moved / logits.numel()
+        for name in ("forward", "backward")
     ]
     assert each == pytest.approx([6 + 8, 6 + 8 + 8 + 6], rel=1e-2)
     assert each == pytest.approx(

@@ -20,11 +20,15 @@ from rounding import SINGLE, assert_rounded_once
 HIDDEN, EXPERTS, TOP = 64, 6, 3
 THETA = 5e5  # Llama 3's
 # bfloat16 has eight digits: it tells no position beyond 256 from its neighbours.
-POSITIONS = torch.tensor([0, 1, 3, 200, 255, 257, 1001, 1023, 2047, 4097, 6001, 8191])
+POSITIONS = torch.tensor(
+    [0, 1, 3, 200, 255, 257, 1001, 1023, 2047, 4097, 6001, 8191]
+)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed)
+    ).bfloat16()
 
 
 # ---- rope
@@ -42,34 +46,48 @@ def angle_error(angles: Tensor) -> Tensor:
     return (math.log(THETA) + 3) * SINGLE * angles + 2 * SINGLE
 
 
-def exactly_turned(x: Tensor, angles: Tensor, pairs: str) -> tuple[Tensor, Tensor]:
+def exactly_turned(
+    x: Tensor, angles: Tensor, pairs: str
+) -> tuple[Tensor, Tensor]:
     """x (..., size) turned in float64, in halves, and how far float32 angles may be off."""
     wide = x.double()
     halves = (
-        wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
+        wide.chunk(2, -1)
+        if pairs == "halves"
+        else (wide[..., ::2], wide[..., 1::2])
     )
     z = torch.complex(*halves) * torch.polar(torch.ones_like(angles), angles)
     # Two products and their sum.
-    slack = (angle_error(angles) + 3 * SINGLE) * sum(half.abs() for half in halves)
+    slack = (angle_error(angles) + 3 * SINGLE) * sum(
+        half.abs() for half in halves
+    )
     return torch.cat((z.real, z.imag), -1), torch.cat((slack, slack), -1)
 
 
-def test_angles_of_16_bit_activations_are_those_of_float32_far_into_a_context() -> None:
+def test_angles_of_16_bit_activations_are_those_of_float32_far_into_a_context() -> (
+    None
+):
     size = 128
     cos, sin = Rope(THETA).angles(POSITIONS.unsqueeze(0), size, torch.bfloat16)
     angles = exact_angles(POSITIONS.unsqueeze(0), size).unsqueeze(-2)
     for got, exact in ((cos, angles.cos()), (sin, angles.sin())):
         assert got.dtype == torch.float32
         assert got.shape == (1, len(POSITIONS), 1, size // 2)
-        assert bool(((got.double() - exact).abs() <= angle_error(angles)).all())
+        assert bool(
+            ((got.double() - exact).abs() <= angle_error(angles)).all()
+        )
 
 
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])
-def test_a_16_bit_vector_is_turned_in_float32_and_rounded_once(pairs: str) -> None:
+def test_a_16_bit_vector_is_turned_in_float32_and_rounded_once(
+    pairs: str,
+) -> None:
     size = 32
     x, positions = random(1, len(POSITIONS), 3, size), POSITIONS.unsqueeze(0)
     got = rotate(x, *Rope(THETA).angles(positions, size, x.dtype), pairs)
-    exact, slack = exactly_turned(x, exact_angles(positions, size).unsqueeze(-2), pairs)
+    exact, slack = exactly_turned(
+        x, exact_angles(positions, size).unsqueeze(-2), pairs
+    )
     assert got.dtype == torch.bfloat16
     assert_rounded_once(got, exact, slack)
 
@@ -84,13 +102,17 @@ def test_queries_and_keys_of_a_16_bit_model_are_turned_by_exact_angles(
         kv_latent=8 if latent else 0, rope_dim=size if latent else 0,
     )  # fmt: skip
     torch.manual_seed(0)
-    attention = (LatentAttention(sizes) if latent else Attention(sizes)).bfloat16()
+    attention = (
+        LatentAttention(sizes) if latent else Attention(sizes)
+    ).bfloat16()
     x, positions = random(1, len(POSITIONS), HIDDEN), POSITIONS.unsqueeze(0)
     with torch.no_grad():
         q, k, _ = attention.projected(x, positions)
         plain_q = attention.wq(x).unflatten(-1, (2, -1))
         if latent:
-            plain_k = attention.wkv_a(x)[..., 8:].unsqueeze(2).expand(-1, -1, 2, -1)
+            plain_k = (
+                attention.wkv_a(x)[..., 8:].unsqueeze(2).expand(-1, -1, 2, -1)
+            )
         else:
             plain_k = attention.wk(x).unflatten(-1, (2, -1))
     angles = exact_angles(positions, size).unsqueeze(-2)
@@ -124,7 +146,9 @@ def test_a_norm_and_its_gradients_are_rounded_once(plus_one: bool) -> None:
     terms = gradient.double().abs() * (wide / root).detach().abs()
     assert wide.grad is not None
     assert scale.grad is not None
-    assert_rounded_once(norm.weight.grad, scale.grad, 10 * SINGLE * terms.sum(0))
+    assert_rounded_once(
+        norm.weight.grad, scale.grad, 10 * SINGLE * terms.sum(0)
+    )
     factor = (scale + 1 if plus_one else scale).detach().abs()
     inside = gradient.double().abs() * factor
     along = (inside * (wide / root).detach().abs()).mean(-1, keepdim=True)
@@ -144,12 +168,17 @@ def test_scores_of_a_router_have_the_digits_of_float32() -> None:
         assert router.logit_bias is not None
         router.logit_bias.copy_(random(EXPERTS, seed=2))
     wide = x.double()
-    weight, bias = router.weight.detach().double(), router.logit_bias.detach().double()
+    weight, bias = (
+        router.weight.detach().double(),
+        router.logit_bias.detach().double(),
+    )
     exact = wide @ weight.T + bias
     size = wide.abs() @ weight.abs().T + bias.abs()
     got = router.logits(x)
     assert got.dtype == torch.float32
-    assert bool(((got.double() - exact).abs() <= (HIDDEN + 1) * SINGLE * size).all())
+    assert bool(
+        ((got.double() - exact).abs() <= (HIDDEN + 1) * SINGLE * size).all()
+    )
     # Nor are there fewer digits on the way from scores to gates.
     gates, chosen, _ = router(x)
     best = exact.softmax(-1).gather(-1, chosen)
@@ -164,27 +193,38 @@ def test_gradients_of_a_router_are_rounded_once() -> None:
     with torch.no_grad():
         router.weight.copy_(random(EXPERTS, HIDDEN, seed=1))
     x = random(8, 64, HIDDEN).requires_grad_()
-    gradient = torch.randn(8, 64, EXPERTS, generator=torch.Generator().manual_seed(3))
+    gradient = torch.randn(
+        8, 64, EXPERTS, generator=torch.Generator().manual_seed(3)
+    )
     router.logits(x).backward(gradient)
-    wide, weight = gradient.double().flatten(0, 1), router.weight.detach().double()
+    wide, weight = (
+        gradient.double().flatten(0, 1),
+        router.weight.detach().double(),
+    )
     tokens = x.detach().double().flatten(0, 1)
     assert x.grad is not None
     assert router.weight.grad is not None
     into_x, size = wide @ weight, wide.abs() @ weight.abs()
     assert_rounded_once(x.grad.flatten(0, 1), into_x, EXPERTS * SINGLE * size)
     into_weight, size = wide.T @ tokens, wide.abs().T @ tokens.abs()
-    assert_rounded_once(router.weight.grad, into_weight, len(tokens) * SINGLE * size)
+    assert_rounded_once(
+        router.weight.grad, into_weight, len(tokens) * SINGLE * size
+    )
 
 
 def test_results_of_experts_are_merged_in_float32_and_rounded_once() -> None:
-    sizes = DecoderSizes(hidden=HIDDEN, expert_ffn=8, experts=EXPERTS, top_k=TOP)
+    sizes = DecoderSizes(
+        hidden=HIDDEN, expert_ffn=8, experts=EXPERTS, top_k=TOP
+    )
     merge = ExpertMlps(sizes).merge
     tokens = 40
     y = random(tokens * TOP, HIDDEN).requires_grad_()
     gates = torch.rand(
         1, tokens, TOP, generator=torch.Generator().manual_seed(1)
     ).requires_grad_()
-    order = torch.randperm(tokens * TOP, generator=torch.Generator().manual_seed(2))
+    order = torch.randperm(
+        tokens * TOP, generator=torch.Generator().manual_seed(2)
+    )
     aim = random(1, tokens, HIDDEN, seed=3)
     got = merge(y, gates, order)
     got.backward(aim)
@@ -193,9 +233,14 @@ def test_results_of_experts_are_merged_in_float32_and_rounded_once() -> None:
     each = torch.empty(tokens * TOP, HIDDEN, dtype=torch.float64)
     each[order] = y.detach().double()
     each = each.view(1, tokens, TOP, HIDDEN)
-    wide, out = gates.detach().double().unsqueeze(-1), aim.double().unsqueeze(2)
+    wide, out = (
+        gates.detach().double().unsqueeze(-1),
+        aim.double().unsqueeze(2),
+    )
     assert_rounded_once(
-        got.detach(), (each * wide).sum(2), TOP * SINGLE * (each * wide).abs().sum(2)
+        got.detach(),
+        (each * wide).sum(2),
+        TOP * SINGLE * (each * wide).abs().sum(2),
     )
     assert y.grad is not None
     assert gates.grad is not None
@@ -203,5 +248,7 @@ def test_results_of_experts_are_merged_in_float32_and_rounded_once() -> None:
     assert_rounded_once(y.grad, into_y, 2 * SINGLE * into_y.abs())
     into_gates, size = (each * out).sum(-1), (each * out).abs().sum(-1)
     assert bool(
-        ((gates.grad.double() - into_gates).abs() <= HIDDEN * SINGLE * size).all()
+        (
+            (gates.grad.double() - into_gates).abs() <= HIDDEN * SINGLE * size
+        ).all()
     )

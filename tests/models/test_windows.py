@@ -27,7 +27,9 @@ def dense(
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(SIZE)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    apart = torch.arange(before, k.shape[1])[:, None] - torch.arange(k.shape[1])
+    apart = torch.arange(before, k.shape[1])[:, None] - torch.arange(
+        k.shape[1]
+    )
     sees = (apart >= 0) & (apart < (window or k.shape[1]))
     sees = sees.expand(len(q), -1, -1)
     if documents is not None:
@@ -41,16 +43,22 @@ def dense(
 def leaves() -> list[Any]:
     """Rows that are the last of the keys' times, keys, values and sinks."""
     torch.manual_seed(0)
-    shapes = [(3, ROWS, HEADS, SIZE), *[(3, KEYS, KV_HEADS, SIZE)] * 2, (HEADS,)]
+    shapes = [
+        (3, ROWS, HEADS, SIZE),
+        *[(3, KEYS, KV_HEADS, SIZE)] * 2,
+        (HEADS,),
+    ]
     return [
-        torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes
+        torch.randn(shape, dtype=torch.float64).requires_grad_()
+        for shape in shapes
     ]
 
 
 @pytest.mark.parametrize("strip", [3, 512])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "window, softcap", [(1, 0.0), (5, 0.0), (13, 0.0), (0, 2.0), (6, 2.0), (40, 0.0)]
+    "window, softcap",
+    [(1, 0.0), (5, 0.0), (13, 0.0), (0, 2.0), (6, 2.0), (40, 0.0)],
 )
 def test_outputs_and_gradients_are_those_of_all_scores(
     window: int, softcap: float, packed: bool, strip: int, monkeypatch: pytest.MonkeyPatch,
@@ -81,7 +89,8 @@ class _Largest(TorchDispatchMode):
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor):
                 self.numbers = max(
-                    self.numbers, x.untyped_storage().nbytes() // x.element_size()
+                    self.numbers,
+                    x.untyped_storage().nbytes() // x.element_size(),
                 )
         return out
 
@@ -89,13 +98,17 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_no_tensor_has_a_number_for_each_pair(softcap: float) -> None:
     length = 4096
-    q, k, v = (torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3)
+    )
     with _Largest() as largest:
         attention(q, k, v, window=64, softcap=softcap).sum().backward()
     assert largest.numbers <= 2 * q.numel() < length**2 / 100
 
 
-def test_flash_attention_is_given_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_is_given_the_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On meta, where its operators have shapes. A window of n are the n - 1 tokens before a token."""
     monkeypatch.setattr(kernels, "_kernels", lambda *_: kernels.FLASH)
     forward, calls = (
@@ -127,7 +140,9 @@ def test_documents_are_cut_once_for_all_layers_and_directions(
     """It was numpy, a loop and a copy to the device for each layer, microbatch and direction."""
     reads = []
     flatnonzero = np.flatnonzero
-    monkeypatch.setattr(np, "flatnonzero", lambda x: reads.append(1) or flatnonzero(x))
+    monkeypatch.setattr(
+        np, "flatnonzero", lambda x: reads.append(1) or flatnonzero(x)
+    )
     documents = DOCUMENTS.clone()
     x = torch.randn(3, KEYS, HEADS, SIZE, requires_grad=True)
     y = x

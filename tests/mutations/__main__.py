@@ -33,7 +33,15 @@ from .judges import (
     copied_tree,
     nearest,
 )
-from .lines import PACKAGES, ROOT, Candidate, candidates, package_of, recorded, sample
+from .lines import (
+    PACKAGES,
+    ROOT,
+    Candidate,
+    candidates,
+    package_of,
+    recorded,
+    sample,
+)
 
 FOLDER = ROOT / "runs" / "mutations"
 Result = Mapping[str, Any]
@@ -43,9 +51,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="mutations", description=__doc__)
     today = int(time.strftime("%Y%m%d"))
     parser.add_argument(
-        "--seed", type=int, default=today, help="which are drawn; default: the date"
+        "--seed",
+        type=int,
+        default=today,
+        help="which are drawn; default: the date",
     )
-    parser.add_argument("--count", type=int, default=20, help="how many are drawn")
+    parser.add_argument(
+        "--count", type=int, default=20, help="how many are drawn"
+    )
     parser.add_argument(
         "--package", default=",".join(PACKAGES), help="of which packages"
     )
@@ -59,9 +72,13 @@ def main() -> None:
     parser.add_argument(
         "--again", action="store_true", help="judge again what nothing noticed"
     )
-    parser.add_argument("--list", action="store_true", help="show what would be judged")
     parser.add_argument(
-        "--summary", action="store_true", help="show the results, judge nothing"
+        "--list", action="store_true", help="show what would be judged"
+    )
+    parser.add_argument(
+        "--summary",
+        action="store_true",
+        help="show the results, judge nothing",
     )
     args = parser.parse_args()
     # so that judges and the copy end with it
@@ -80,7 +97,10 @@ def main() -> None:
                 results[result["name"]] = result
                 with args.out.open("a") as file:
                     file.write(json.dumps(result) + "\n")
-                print(f"{result['by']} {result['how']}: {result['name']}", flush=True)
+                print(
+                    f"{result['by']} {result['how']}: {result['name']}",
+                    flush=True,
+                )
     print(summary(results.values()))
 
 
@@ -91,19 +111,28 @@ def read(path: Path) -> dict[str, Result]:
     return {result["name"]: result for result in each}
 
 
-def chosen(args: argparse.Namespace, results: Mapping[str, Result]) -> list[Candidate]:
+def chosen(
+    args: argparse.Namespace, results: Mapping[str, Result]
+) -> list[Candidate]:
     """The first of a sample that have no result; with `again` those that nothing noticed."""
     every = candidates(recorded(FOLDER), args.package.split(","))
     if args.again:
         survived = {
-            name for name, result in results.items() if result["by"] == SURVIVED
+            name
+            for name, result in results.items()
+            if result["by"] == SURVIVED
         }
         return [each for each in every if each.mutation.name in survived]
     drawn = sample(every, args.seed)[: args.count]
     return [each for each in drawn if each.mutation.name not in results]
 
 
-SURVIVED, OBVIOUS, BY_VERIFY, BY_TESTS = "survived", "obvious", "verify", "tests"
+SURVIVED, OBVIOUS, BY_VERIFY, BY_TESTS = (
+    "survived",
+    "obvious",
+    "verify",
+    "tests",
+)
 
 
 def judged(
@@ -137,8 +166,12 @@ def judged(
 def difference(candidate: Candidate) -> str:
     mutation = candidate.mutation
     right = (ROOT / mutation.path).read_bytes()
-    texts = [text.decode().splitlines() for text in (right, mutation.applied(right))]
-    lines = difflib.unified_diff(*texts, mutation.path, mutation.path, lineterm="", n=1)
+    texts = [
+        text.decode().splitlines() for text in (right, mutation.applied(right))
+    ]
+    lines = difflib.unified_diff(
+        *texts, mutation.path, mutation.path, lineterm="", n=1
+    )
     return "\n".join(lines)
 
 
@@ -164,7 +197,11 @@ def summary(results: Iterable[Result]) -> str:
     for result in results:
         by_package.setdefault(result["package"], []).append(result)
     engine = [result for result in results if result["package"] != "verify"]
-    named = [*sorted(by_package.items()), ("all but verify", engine), ("all", results)]
+    named = [
+        *sorted(by_package.items()),
+        ("all but verify", engine),
+        ("all", results),
+    ]
     rows += [_row(name, group) for name, group in named]
     counts = Counter(f"{r['by']} {r['how']}".strip() for r in results)
     how = ", ".join(f"{name} {count}" for name, count in counts.most_common())
@@ -178,7 +215,8 @@ def _row(name: str, results: Iterable[Result]) -> str:
     total = by[BY_VERIFY] + by[BY_TESTS] + by[SURVIVED]
     noticed = by[BY_VERIFY] + by[BY_TESTS]
     shares = [
-        f"{count} ({count / max(1, total):.0%})" for count in (by[BY_VERIFY], noticed)
+        f"{count} ({count / max(1, total):.0%})"
+        for count in (by[BY_VERIFY], noticed)
     ]
     return f"| {name} | {total} | {' | '.join(shares)} | {by[SURVIVED]} |"
 

@@ -54,14 +54,17 @@ class Tree:
     """A copy of the tracked files, in which one file at a time is changed."""
 
     folder: Path
-    texts: dict[Path, str] = field(default_factory=dict)  # of the files of tests
+    texts: dict[Path, str] = field(
+        default_factory=dict
+    )  # of the files of tests
 
     @property
     def tests(self) -> dict[Path, str]:
         if not self.texts:
             files = sorted(self.folder.rglob("tests/**/test_*.py"))
             self.texts = {
-                path.relative_to(self.folder): path.read_text() for path in files
+                path.relative_to(self.folder): path.read_text()
+                for path in files
             }
         return self.texts
 
@@ -134,7 +137,9 @@ def by_import_or_types(tree: Tree) -> Finding | None:
     ran = tree.run([sys.executable, "-c", IMPORTS], 300.0)
     if ran.code != 0:
         return Finding("import", "import", _last_line(ran.output))
-    ran = tree.run([sys.executable, "-m", "mypy", "--no-error-summary"], MYPY_LIMIT)
+    ran = tree.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary"], MYPY_LIMIT
+    )
     if ran.code == 1:
         return Finding("types", "mypy", ran.output.partition("\n")[0])
     return None
@@ -157,7 +162,9 @@ def by_verify(tree: Tree, case: Recorded) -> Finding | None:
     wrong = failed["first_difference"]
     raised = re.match(r"(\w*Error|rank \d+ failed)\b", wrong)
     return Finding(
-        "raised" if raised else "differs", command, f"{failed['layout']}: {wrong}"
+        "raised" if raised else "differs",
+        command,
+        f"{failed['layout']}: {wrong}",
     )
 
 
@@ -168,10 +175,14 @@ def _first_failed(output: str) -> dict[str, str] | None:
         said, _ = json.JSONDecoder().raw_decode(output[max(start, 0) :])
     except ValueError:
         return None
-    return next((one for one in said.get("layouts", ()) if not one["passed"]), None)
+    return next(
+        (one for one in said.get("layouts", ()) if not one["passed"]), None
+    )
 
 
-def by_tests(tree: Tree, mutation: Mutation, files: Sequence[Path]) -> Finding | None:
+def by_tests(
+    tree: Tree, mutation: Mutation, files: Sequence[Path]
+) -> Finding | None:
     """What the tests of some files say. One that fails without the mutation, too, says nothing."""
     for path in files:
         some = [str(path), *CHOSEN.get(path.name, ())]
@@ -184,14 +195,18 @@ def by_tests(tree: Tree, mutation: Mutation, files: Sequence[Path]) -> Finding |
             right = tree.run([*PYTEST, *some], TESTS_LIMIT / 2)
             if right.code in GREEN:
                 return Finding(
-                    "hung", f"pytest {path}", f"not done after {ran.seconds:.0f} s"
+                    "hung",
+                    f"pytest {path}",
+                    f"not done after {ran.seconds:.0f} s",
                 )
             continue
         failed = re.findall(FAILED, ran.output, re.MULTILINE)
         right = tree.run([*PYTEST, *(failed or some)], TESTS_LIMIT)
         if right.code in GREEN:
             return Finding(
-                "failed", f"pytest {path}", (failed or [_last_line(ran.output)])[0]
+                "failed",
+                f"pytest {path}",
+                (failed or [_last_line(ran.output)])[0],
             )
     return None
 
@@ -199,7 +214,16 @@ def by_tests(tree: Tree, mutation: Mutation, files: Sequence[Path]) -> Finding |
 # the name of a test, in which there may be spaces, and its error
 FAILED = r"^(?:FAILED|ERROR) (\S+?::.+?|\S+)(?: - .*)?$"
 GREEN = (0, 5)  # 5: no test is left, as all of the file are slow ones
-PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-rfE")
+PYTEST = (
+    sys.executable,
+    "-m",
+    "pytest",
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-rfE",
+)
 # Of these files the tests that are not long runs of `verify` themselves.
 CHOSEN = {"test_verify.py": ("-k", "not agree")}
 
@@ -231,12 +255,17 @@ def nearest(tree: Tree, mutation: Mutation, most: int) -> list[Path]:
     scores: dict[Path, int] = {}
     for path, text in tree.tests.items():
         words = path.stem.split("_")
-        score = 4 * (module in words) + 3 * sum(room in words for room in rooms)
+        score = 4 * (module in words) + 3 * sum(
+            room in words for room in rooms
+        )
         score += 2 * bool(imported.search(text))
         score += 2 * sum(
-            bool(re.search(rf"\b_*{re.escape(name)}\b", text)) for name in names
+            bool(re.search(rf"\b_*{re.escape(name)}\b", text))
+            for name in names
         )
         score += 3 * (package.replace("_", "-") in path.parts)
         scores[path] = score
-    ordered = sorted(scores, key=lambda path: (-scores[path], len(tree.tests[path])))
+    ordered = sorted(
+        scores, key=lambda path: (-scores[path], len(tree.tests[path]))
+    )
     return [path for path in ordered if scores[path]][:most]

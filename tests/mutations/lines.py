@@ -27,7 +27,15 @@ PHALANX = Path("src", "phalanx")
 # Each package that a layout runs, and its folder.
 PACKAGES = {
     name: PHALANX / name
-    for name in ("models", "parallel", "comm", "program", "train", "layout", "verify")
+    for name in (
+        "models",
+        "parallel",
+        "comm",
+        "program",
+        "train",
+        "layout",
+        "verify",
+    )
 } | {"torch_shm": Path("torch-shm", "src", "torch_shm")}
 IMPORTED = (
     "src",
@@ -130,7 +138,9 @@ def _recorded(case: str, folder: Path) -> Recorded:
     if not kept.exists():
         kept.write_text(json.dumps(_record(case, folder)))
     found = json.loads(kept.read_text())
-    lines = {path: frozenset(numbers) for path, numbers in found["lines"].items()}
+    lines = {
+        path: frozenset(numbers) for path, numbers in found["lines"].items()
+    }
     return Recorded(case, found["seconds"], lines)
 
 
@@ -178,7 +188,9 @@ def search_path(root: Path) -> str:
 def package_of(path: str) -> str:
     """The package that a file is of, or "" if it is of none of these."""
     folders = PACKAGES.items()
-    return next((name for name, at in folders if Path(path).is_relative_to(at)), "")
+    return next(
+        (name for name, at in folders if Path(path).is_relative_to(at)), ""
+    )
 
 
 VERIFY = (sys.executable, "-m", "phalanx", "verify", "--json")
@@ -192,7 +204,9 @@ class Candidate:
     cases: tuple[Recorded, ...]
 
 
-def candidates(cases: Iterable[Recorded], packages: Iterable[str]) -> list[Candidate]:
+def candidates(
+    cases: Iterable[Recorded], packages: Iterable[str]
+) -> list[Candidate]:
     """Every mutation of code that some case runs."""
     cases = tuple(cases)
     found = []
@@ -205,7 +219,9 @@ def candidates(cases: Iterable[Recorded], packages: Iterable[str]) -> list[Candi
             suited = [case for case in cases if case.runs(mutation)]
             around = functions.get(mutation.function, mutation.lines)
             draw = random.Random(mutation.name)
-            suited.sort(key=lambda case: (-case.share_of(around, path), draw.random()))
+            suited.sort(
+                key=lambda case: (-case.share_of(around, path), draw.random())
+            )
             if suited:
                 found.append(Candidate(mutation, tuple(suited)))
     return found
@@ -233,7 +249,9 @@ def sample(every: Iterable[Candidate], seed: int) -> list[Candidate]:
     draw = random.Random(seed)
     by_operator: dict[str, list[Candidate]] = {}
     for candidate in every:
-        by_operator.setdefault(candidate.mutation.operator, []).append(candidate)
+        by_operator.setdefault(candidate.mutation.operator, []).append(
+            candidate
+        )
     for group in by_operator.values():
         draw.shuffle(group)
     order = []

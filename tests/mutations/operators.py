@@ -94,7 +94,9 @@ def _method(node: ast.AST) -> str:
         return ""
     called = node.func
     return (
-        called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        called.attr
+        if isinstance(called, ast.Attribute)
+        else getattr(called, "id", "")
     )
 
 
@@ -115,7 +117,9 @@ def _integer(node: ast.AST) -> int | None:
 
 def _text(node: ast.AST) -> bool:
     parts = ast.walk(node)
-    return any(isinstance(part, ast.JoinedStr) or _is_string(part) for part in parts)
+    return any(
+        isinstance(part, ast.JoinedStr) or _is_string(part) for part in parts
+    )
 
 
 def _is_string(node: ast.AST) -> bool:
@@ -167,7 +171,9 @@ def axis(node: Any) -> Iterator[ast.AST]:
         dim = _integer(keyword.value)
         if keyword.arg in ("dim", "dims") and dim is not None:
             named = [*node.keywords]
-            named[place] = ast.keyword(keyword.arg, ast.Constant(_other_dim(dim)))
+            named[place] = ast.keyword(
+                keyword.arg, ast.Constant(_other_dim(dim))
+            )
             yield _with(node, keywords=named)
 
 
@@ -261,7 +267,9 @@ def reduction(node: Any) -> Iterator[ast.AST]:
     if isinstance(node, ast.Attribute) and node.attr in REDUCTIONS:
         yield _with(node, attr=REDUCTIONS[node.attr])
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        other = {"sum": "max"}.get(node.func.id) or REDUCTIONS.get(node.func.id)
+        other = {"sum": "max"}.get(node.func.id) or REDUCTIONS.get(
+            node.func.id
+        )
         if other:
             yield _with(node, func=ast.Name(other, ast.Load()))
     if isinstance(node, ast.Constant) and node.value in REDUCTIONS:
@@ -276,7 +284,8 @@ def slice_bound(node: Any) -> Iterator[ast.AST]:
             if bound is not None:
                 yield _with(node, **{name: None})
                 yield _with(
-                    node, **{name: ast.BinOp(bound, ast.Add(), ast.Constant(1))}
+                    node,
+                    **{name: ast.BinOp(bound, ast.Add(), ast.Constant(1))},
                 )
 
 
@@ -376,11 +385,19 @@ class _Place:
         """The place of a node that is inside a node of this place."""
         place = self
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
-            name = f"{self.function}.{child.name}" if self.function else child.name
+            name = (
+                f"{self.function}.{child.name}"
+                if self.function
+                else child.name
+            )
             place = replace(place, function=name)
-        if isinstance(child, ast.FunctionDef):  # its defaults matter to all of it
+        if isinstance(
+            child, ast.FunctionDef
+        ):  # its defaults matter to all of it
             whole = range(child.lineno, (child.end_lineno or 0) + 1)
-            return replace(place, lines=whole, binds=frozenset(), at_import=False)
+            return replace(
+                place, lines=whole, binds=frozenset(), at_import=False
+            )
         if isinstance(child, ast.stmt):
             binds = _bound(child) if self.at_import else frozenset[str]()
             place = replace(place, lines=_header(child), binds=binds)
@@ -404,7 +421,9 @@ class _File:
 
     def _inside(self, node: ast.AST, place: _Place) -> Iterator[Mutation]:
         """The mutations of a node's children, where these may have any."""
-        bodies = [value for _, value in ast.iter_fields(node) if _is_body(value)]
+        bodies = [
+            value for _, value in ast.iter_fields(node) if _is_body(value)
+        ]
         for body in bodies:
             yield from self._orders(body, place)
         for child in _children(node):
@@ -413,14 +432,24 @@ class _File:
                 child.may_return = _may_return(node, child)  # type: ignore[attr-defined]
             for kind, apply in OPERATORS.items():
                 for new in apply(child):
-                    yield from self._made(kind, at, child, child, _written(child, new))
+                    yield from self._made(
+                        kind, at, child, child, _written(child, new)
+                    )
             yield from self._inside(child, at)
 
-    def _orders(self, body: list[ast.stmt], place: _Place) -> Iterator[Mutation]:
+    def _orders(
+        self, body: list[ast.stmt], place: _Place
+    ) -> Iterator[Mutation]:
         """Two statements in the other order, where that may be seen."""
         for first, second in pairwise(body):
-            if _is_plain(first) and _is_plain(second) and _may_swap(first, second):
-                between = self.source[self._end(first) : self._start(second)].decode()
+            if (
+                _is_plain(first)
+                and _is_plain(second)
+                and _may_swap(first, second)
+            ):
+                between = self.source[
+                    self._end(first) : self._start(second)
+                ].decode()
                 text = self._old(second) + between + self._old(first)
                 lines = range(first.lineno, (second.end_lineno or 0) + 1)
                 at = replace(place.of(first), lines=lines)
@@ -450,7 +479,11 @@ class _File:
 
 
 def _is_body(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], ast.stmt)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[0], ast.stmt)
+    )
 
 
 # What cannot change a result: the text that people read, and what only mypy reads.
@@ -487,14 +520,18 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
             decides = field == "test" or (
                 field == "ifs" and isinstance(node, ast.comprehension)
             )
-            if decides and isinstance(child, ast.Name | ast.Attribute | ast.Call):
+            if decides and isinstance(
+                child, ast.Name | ast.Attribute | ast.Call
+            ):
                 child.decides = True  # type: ignore[attr-defined]
             yield child
 
 
 def _header(statement: ast.stmt) -> range:
     """The lines of a statement without the statements that are inside it."""
-    bodies = [value for _, value in ast.iter_fields(statement) if _is_body(value)]
+    bodies = [
+        value for _, value in ast.iter_fields(statement) if _is_body(value)
+    ]
     last = (statement.end_lineno or statement.lineno) + 1
     if bodies:
         last = max(statement.lineno + 1, bodies[0][0].lineno)
@@ -505,9 +542,12 @@ def _may_return(parent: ast.AST, child: ast.stmt) -> bool:
     """True of a statement in a function that returns nothing."""
     if not isinstance(parent, ast.FunctionDef) or not _is_plain(child):
         return False
-    values = (node.value for node in ast.walk(parent) if isinstance(node, ast.Return))
+    values = (
+        node.value for node in ast.walk(parent) if isinstance(node, ast.Return)
+    )
     yields = any(
-        isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(parent)
+        isinstance(node, ast.Yield | ast.YieldFrom)
+        for node in ast.walk(parent)
     )
     return not yields and all(value is None for value in values)
 
@@ -541,8 +581,12 @@ def _named(statement: ast.stmt) -> set[str]:
 
 
 def _bound(statement: ast.stmt) -> frozenset[str]:
-    parts = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-    return frozenset(part.id for part in parts if isinstance(part.ctx, ast.Store))
+    parts = [
+        node for node in ast.walk(statement) if isinstance(node, ast.Name)
+    ]
+    return frozenset(
+        part.id for part in parts if isinstance(part.ctx, ast.Store)
+    )
 
 
 def _written(old: ast.AST, new: ast.AST) -> str:

@@ -29,9 +29,13 @@ from mutations.operators import OPERATORS, Mutation, mutations_of
 def written(source: str, operator: str) -> set[str]:
     """What an operator makes of a source, without the parentheses around it."""
     made = [
-        one for one in mutations_of("x.py", source.encode()) if one.operator == operator
+        one
+        for one in mutations_of("x.py", source.encode())
+        if one.operator == operator
     ]
-    return {one.new[1:-1] if one.new.startswith("(") else one.new for one in made}
+    return {
+        one.new[1:-1] if one.new.startswith("(") else one.new for one in made
+    }
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,9 @@ def test_an_operator_writes_what_could_stand_there_by_mistake(
 
 
 def test_every_operator_has_an_example() -> None:
-    table = test_an_operator_writes_what_could_stand_there_by_mistake.pytestmark[0]  # type: ignore[attr-defined]
+    table = (
+        test_an_operator_writes_what_could_stand_there_by_mistake.pytestmark[0]
+    )  # type: ignore[attr-defined]
     assert {row[0] for row in table.args[1]} == {*OPERATORS, "order"}
 
 
@@ -121,7 +127,9 @@ def scale(x, rate):
 """
 
 
-def test_all_other_code_keeps_its_line_and_every_mutation_is_one_of_python() -> None:
+def test_all_other_code_keeps_its_line_and_every_mutation_is_one_of_python() -> (
+    None
+):
     made = mutations_of("x.py", LONG.encode())
     assert len(made) > 15
     for mutation in made:
@@ -139,7 +147,9 @@ def test_all_other_code_keeps_its_line_and_every_mutation_is_one_of_python() -> 
 
 
 def test_a_mutation_keeps_its_name_where_other_lines_change() -> None:
-    before = [mutation.name for mutation in mutations_of("x.py", LONG.encode())]
+    before = [
+        mutation.name for mutation in mutations_of("x.py", LONG.encode())
+    ]
     after = [
         mutation.name
         for mutation in mutations_of("x.py", b"import a\n\n\n" + LONG.encode())
@@ -152,7 +162,9 @@ def test_a_constant_of_a_module_is_run_by_who_reads_it_and_a_default_by_its_func
     None
 ):
     source = b"LIMIT = 3\n\n\ndef f(x=4):\n    y = x\n    return y\n"
-    made = {mutation.old: mutation for mutation in mutations_of("x.py", source)}
+    made = {
+        mutation.old: mutation for mutation in mutations_of("x.py", source)
+    }
     assert made["3"].binds == {"LIMIT"}
     assert made["4"].binds == frozenset()
     case = Recorded("", 1.0, {"x.py": frozenset({5})})
@@ -178,7 +190,8 @@ def _mutation(
 
 def test_a_sample_is_drawn_by_its_seed_and_has_all_operators_alike() -> None:
     rare = [
-        Candidate(_mutation(operator="wait dropped", number=n), ()) for n in range(30)
+        Candidate(_mutation(operator="wait dropped", number=n), ())
+        for n in range(30)
     ]
     common = [Candidate(_mutation(number=n), ()) for n in range(3000)]
     order = sample([*common, *rare], 5)
@@ -255,7 +268,9 @@ class Ended(Tree):
 FINE = Ran(0, "", 1.0)
 FILE = Path("tests/train/test_rates.py")
 FAILED = Ran(
-    1, "E  AssertionError\nFAILED tests/train/test_rates.py::test_end - assert\n", 1.0
+    1,
+    "E  AssertionError\nFAILED tests/train/test_rates.py::test_end - assert\n",
+    1.0,
 )
 TEST = "tests/train/test_rates.py::test_end"
 
@@ -292,7 +307,9 @@ def test_a_test_that_hangs_has_noticed_a_mutation_and_one_that_is_slow_has_not()
 
 DIFFERS = '{"layouts": [{"layout": "dp2", "passed": true, "first_difference": ""}, {"layout": "tp2",'
 DIFFERS += ' "passed": false, "first_difference": "step 0: the loss is 1.0"}]}'
-RAISED = DIFFERS.replace("step 0: the loss is 1.0", "rank 1 failed: KeyError: 3")
+RAISED = DIFFERS.replace(
+    "step 0: the loss is 1.0", "rank 1 failed: KeyError: 3"
+)
 TRACE = "Traceback (most recent call last):\n  File x\nKeyError: 3"
 
 
@@ -313,7 +330,9 @@ TRACE = "Traceback (most recent call last):\n  File x\nKeyError: 3"
 def test_what_verify_says_of_a_mutation(ran: Ran, how: str, said: str) -> None:
     case = Recorded("--model gqa", 1.0, {})
     tree = Ended({("gqa", False): ran}, {FILE: ""})
-    assert by_verify(tree, case) == Finding(how, "phalanx verify --model gqa", said)
+    assert by_verify(tree, case) == Finding(
+        how, "phalanx verify --model gqa", said
+    )
 
 
 def test_verify_that_agrees_has_noticed_nothing() -> None:
@@ -331,7 +350,9 @@ def test_mistakes_that_show_at_import_or_to_mypy_are_obvious() -> None:
         "types", "mypy", "x.py:1: error: no such name"
     )
     tree = Ended({(IMPORT, False): Ran(1, TRACE, 1.0)}, {FILE: ""})
-    assert by_import_or_types(tree) == Finding("import", "import", "KeyError: 3")
+    assert by_import_or_types(tree) == Finding(
+        "import", "import", "KeyError: 3"
+    )
     tree = Ended({(IMPORT, False): FINE, (last, False): FINE}, {FILE: ""})
     assert by_import_or_types(tree) is None
 
@@ -342,8 +363,12 @@ IMPORT = "import phalanx.cli.main, phalanx.cli.verify, phalanx.train.loop, phala
 def test_the_nearest_tests_name_the_function_its_file_or_its_package() -> None:
     texts = {
         FILE: "from phalanx.train.optimizer import learning_rate",
-        Path("tests/train/test_optimizer.py"): "from phalanx.train import optimizer",
-        Path("tests/train/test_lock.py"): "from phalanx.train.lock import Lock",
+        Path(
+            "tests/train/test_optimizer.py"
+        ): "from phalanx.train import optimizer",
+        Path(
+            "tests/train/test_lock.py"
+        ): "from phalanx.train.lock import Lock",
         Path("tests/draw/test_pages.py"): "from phalanx.draw import page",
     }
     found = nearest(Ended({}, texts), _mutation(), 9)
@@ -365,7 +390,9 @@ def test_a_copy_of_the_tree_is_changed_and_restored(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before
 
 
-def test_a_run_that_does_not_end_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_a_run_that_does_not_end_is_ended_with_what_it_started(
+    tmp_path: Path,
+) -> None:
     code = "import subprocess, time; subprocess.Popen(['sleep', '600']);"
     code += " print('begun', flush=True); time.sleep(600)"
     ran = Tree(tmp_path).run([sys.executable, "-c", code], 5.0)
@@ -373,7 +400,9 @@ def test_a_run_that_does_not_end_is_ended_with_what_it_started(tmp_path: Path) -
     assert ran.output == "begun\n"
 
 
-def test_the_summary_counts_by_package_and_leaves_out_what_is_obvious() -> None:
+def test_the_summary_counts_by_package_and_leaves_out_what_is_obvious() -> (
+    None
+):
     def result(package: str, by: str, how: str = "") -> dict[str, str]:
         return {
             "name": f"{by} in {package}",
@@ -383,8 +412,13 @@ def test_the_summary_counts_by_package_and_leaves_out_what_is_obvious() -> None:
             "diff": "-a",
         }
 
-    rows = [result("models", "verify", "differs")] * 3 + [result("models", "survived")]
-    rows += [result("verify", "tests", "failed"), result("models", "obvious", "types")]
+    rows = [result("models", "verify", "differs")] * 3 + [
+        result("models", "survived")
+    ]
+    rows += [
+        result("verify", "tests", "failed"),
+        result("models", "obvious", "types"),
+    ]
     said = summary(rows)
     assert "| models | 4 | 3 (75%) | 3 (75%) | 1 |" in said
     assert "| all but verify | 4 | 3 (75%) | 3 (75%) | 1 |" in said

@@ -60,7 +60,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(config.n_embd), CausalSelfAttention(config)
+        self.ln_1, self.attn = (
+            nn.LayerNorm(config.n_embd),
+            CausalSelfAttention(config),
+        )
         self.ln_2, self.mlp = nn.LayerNorm(config.n_embd), MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +79,9 @@ class GPT(nn.Module):
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
                 "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                "h": nn.ModuleList(
+                    [Block(config) for _ in range(config.n_layer)]
+                ),
                 "ln_f": nn.LayerNorm(config.n_embd),
             }
         )
@@ -96,7 +101,9 @@ class GPT(nn.Module):
         logits = self.lm_head(x)
         if targets is None:
             return logits, None
-        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        loss = F.cross_entropy(
+            logits.view(-1, logits.size(-1)), targets.view(-1)
+        )
         return logits, loss
 
 
@@ -159,5 +166,8 @@ def describe(model: GPT) -> Model:
         ("head", Head(parts["ln_f"], model.lm_head)),
     )
     return Model(
-        pieces, Rules.parse(RULES), {"heads": math.gcd(4, config.n_head)}, shape=shape
+        pieces,
+        Rules.parse(RULES),
+        {"heads": math.gcd(4, config.n_head)},
+        shape=shape,
     )

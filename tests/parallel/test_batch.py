@@ -40,9 +40,13 @@ def _places(layout: Layout):
 
 
 @pytest.mark.parametrize("ring,ulysses", [*itertools.product(RINGS, ULYSSES)])
-def test_every_token_is_held_by_one_place_and_places_hold_as_many(ring, ulysses):
+def test_every_token_is_held_by_one_place_and_places_hold_as_many(
+    ring, ulysses
+):
     length = 3 * 2 * ring * ulysses
-    held = [held_times(length, ring, ulysses, cp) for cp in range(ring * ulysses)]
+    held = [
+        held_times(length, ring, ulysses, cp) for cp in range(ring * ulysses)
+    ]
     assert {len(times) for times in held} == {length // (ring * ulysses)}
     assert torch.cat(held).sort().values.tolist() == list(range(length))
 
@@ -51,7 +55,8 @@ def test_every_token_is_held_by_one_place_and_places_hold_as_many(ring, ulysses)
 def test_causal_attention_costs_every_place_of_a_ring_the_same(ring):
     length = 2 * ring * 5
     pairs = {
-        int((held_times(length, ring, 1, place) + 1).sum()) for place in range(ring)
+        int((held_times(length, ring, 1, place) + 1).sum())
+        for place in range(ring)
     }
     assert pairs == {length * (length + 1) // 2 // ring}
 
@@ -66,11 +71,16 @@ def test_the_shares_of_all_places_are_the_batch(text, length):
         for part in microbatches(batch, layout, dp, cp)
     ]
     real = torch.cat(tokens)
-    assert real[real > 0].sort().values.tolist() == batch["tokens"].flatten().tolist()
+    assert (
+        real[real > 0].sort().values.tolist()
+        == batch["tokens"].flatten().tolist()
+    )
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_every_tensor_with_a_number_for_each_token_is_cut_alike_but_documents(text):
+def test_every_tensor_with_a_number_for_each_token_is_cut_alike_but_documents(
+    text,
+):
     layout, length = Layout.parse(text), 13
     for dp, cp in _places(layout):
         for part in microbatches(_batch(7, length), layout, dp, cp):
@@ -78,7 +88,9 @@ def test_every_tensor_with_a_number_for_each_token_is_cut_alike_but_documents(te
             real = tokens > 0
             expected = {
                 "targets": (tokens + 1000).where(real, torch.tensor(-100)),
-                "positions": ((tokens - 1) % length).where(real, torch.tensor(0)),
+                "positions": ((tokens - 1) % length).where(
+                    real, torch.tensor(0)
+                ),
                 "noise": tokens * 7,
                 "vectors": tokens.unsqueeze(-1) * torch.tensor([1.0, 2.0]),
             }
@@ -123,19 +135,26 @@ def test_padding_counts_no_target(text):
 
 
 def test_a_batch_without_tokens_is_cut_in_rows_only():
-    layout, batch = Layout.parse("dp2"), {"inputs": torch.arange(15.0).view(5, 3)}
+    layout, batch = (
+        Layout.parse("dp2"),
+        {"inputs": torch.arange(15.0).view(5, 3)},
+    )
     parts = [microbatches(batch, layout, dp)[0]["inputs"] for dp in range(2)]
     assert [len(part) for part in parts] == [3, 2]
     assert torch.equal(torch.cat(parts), batch["inputs"])
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_rows_that_are_a_place_s_already_are_cut_as_if_they_came_with_the_others(text):
+def test_rows_that_are_a_place_s_already_are_cut_as_if_they_came_with_the_others(
+    text,
+):
     layout, batch = Layout.parse(text), _batch(7, 12)
     for dp, cp in _places(layout):
         rows = share(7, layout.dp, dp)
         own = {name: x[rows] for name, x in batch.items()}
         found = microbatches(own, layout, None, cp)
-        for one, other in zip(found, microbatches(batch, layout, dp, cp), strict=True):
+        for one, other in zip(
+            found, microbatches(batch, layout, dp, cp), strict=True
+        ):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[name], other[name]) for name in one)

@@ -43,7 +43,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             made[way] += 1
             return make_boxed_func(graph.forward)
 
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._functorch.partitioners import (
+            min_cut_rematerialization_partition,
+        )
 
         backend = aot_autograd(
             fw_compiler=partial(count, "forward"),
@@ -82,8 +84,12 @@ def counted(world: World, layout: Layout) -> tuple[Any, ...]:
     return graphs(), dict(made)
 
 
-@pytest.mark.parametrize("text", ["", "accum:2", "accum:2 recompute:selective"])
-def test_equal_blocks_share_one_graph_forward_and_one_backward(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "accum:2", "accum:2 recompute:selective"]
+)
+def test_equal_blocks_share_one_graph_forward_and_one_backward(
+    text: str,
+) -> None:
     assert SHAPES["gqa"].layers > 1
     (found,) = launch(
         counted, 1, Layout.parse(f"{text} compile fp64"), backend="threads"
@@ -110,8 +116,12 @@ def test_recomputing_whole_pieces_needs_one_more_graph_of_each_without_gradients
         "tp2 seq recompute:selective",
         "pp2 zb-h1:3 recompute:selective",
         "cp2 recompute:all",
-        pytest.param("pp2 cp2 zb-v:3 recompute:selective", marks=pytest.mark.slow),
-        pytest.param("cp2:ulysses tp2 offload:activations", marks=pytest.mark.slow),
+        pytest.param(
+            "pp2 cp2 zb-v:3 recompute:selective", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "cp2:ulysses tp2 offload:activations", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_compiled_layouts_give_what_one_process_gives(text: str) -> None:
@@ -138,15 +148,27 @@ def test_every_kind_of_model_compiles(name: str) -> None:
         # a router's losses, and experts that are not compiled beside what is
         ("latent", ""),
         pytest.param(
-            "experts", "ep2 tp2 seq zero3 accum:2 overlap", marks=pytest.mark.slow
+            "experts",
+            "ep2 tp2 seq zero3 accum:2 overlap",
+            marks=pytest.mark.slow,
         ),
-        pytest.param("experts", "recompute:selective accum:2", marks=pytest.mark.slow),
-        pytest.param("latent", "ep2 pp2 zb-h1:3 recompute:all", marks=pytest.mark.slow),
-        pytest.param("latent", "ep4 cp2 recompute:selective", marks=pytest.mark.slow),
+        pytest.param(
+            "experts", "recompute:selective accum:2", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "latent", "ep2 pp2 zb-h1:3 recompute:all", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "latent", "ep4 cp2 recompute:selective", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_blocks_with_experts_compile_around_these(name: str, text: str) -> None:
-    (verdict,) = verify(SHAPES[name], [Layout.parse(f"{text} compile fp64")], steps=1)
+def test_blocks_with_experts_compile_around_these(
+    name: str, text: str
+) -> None:
+    (verdict,) = verify(
+        SHAPES[name], [Layout.parse(f"{text} compile fp64")], steps=1
+    )
     assert verdict.passed, verdict
     assert graphs().compiled > 3
 
@@ -156,19 +178,25 @@ def test_a_model_of_ones_own_compiles() -> None:
     make = partial(load_model, f"{path}:Stranger")
     shape = make().shape
     assert shape is not None
-    (verdict,) = verify(shape, [Layout.parse("compile fp64")], steps=1, make=make)
+    (verdict,) = verify(
+        shape, [Layout.parse("compile fp64")], steps=1, make=make
+    )
     assert verdict.passed, verdict
 
 
 @pytest.mark.skipif(
     not shutil.which("g++"), reason="kernels for a CPU need a C++ compiler"
 )
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gqa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["mlp", pytest.param("gqa", marks=pytest.mark.slow)]
+)
 def test_kernels_made_for_this_machine_agree_too(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("PHALANX_COMPILE_BACKEND", "inductor")
-    (verdict,) = verify(SHAPES[name], [Layout.parse("accum:2 compile fp64")], steps=1)
+    (verdict,) = verify(
+        SHAPES[name], [Layout.parse("accum:2 compile fp64")], steps=1
+    )
     assert verdict.passed, verdict
 
 
@@ -176,19 +204,25 @@ def uses(world: World, text: str) -> tuple[int, int]:
     """How many hold a unit's weights before a block's forward, and after it."""
     layout = Layout.parse(text)
     model = build_model(SHAPES["gqa"])
-    local = build_local(world, layout, model, program_of(model, layout), precision=WIDE)
+    local = build_local(
+        world, layout, model, program_of(model, layout), precision=WIDE
+    )
     piece, unit = local.pieces[1], local.units[1]
     unit.gather().wait()
     assert unit.buffer is not None
     count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
     before = count(storage_of(unit.buffer))
     x = torch.randn(2, 8, SHAPES["gqa"].hidden, dtype=torch.float64)
-    piece.forward(0, {"x": x}, {"positions": torch.arange(8).expand(2, -1)}, keep=True)
+    piece.forward(
+        0, {"x": x}, {"positions": torch.arange(8).expand(2, -1)}, keep=True
+    )
     return before, count(storage_of(unit.buffer))
 
 
 def test_a_compiled_forward_holds_no_weights_that_will_be_dropped() -> None:
-    for before, after in launch(uses, 2, "dp2 zero3 compile fp64", backend="threads"):
+    for before, after in launch(
+        uses, 2, "dp2 zero3 compile fp64", backend="threads"
+    ):
         assert before == after
 
 
@@ -196,10 +230,14 @@ def kept(world: World, text: str) -> int:
     """Bytes that a block's forward leaves for its backward."""
     layout = Layout.parse(text)
     model = build_model(SHAPES["gqa"])
-    local = build_local(world, layout, model, program_of(model, layout), precision=WIDE)
+    local = build_local(
+        world, layout, model, program_of(model, layout), precision=WIDE
+    )
     x = torch.randn(2, 8, SHAPES["gqa"].hidden, dtype=torch.float64)
     weights = {
-        storage_of(p) for u in local.units.values() for p in u.parameters.values()
+        storage_of(p)
+        for u in local.units.values()
+        for p in u.parameters.values()
     }
     saved: dict[int, int] = {}
 
@@ -212,7 +250,10 @@ def kept(world: World, text: str) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         local.pieces[1].forward(
-            0, {"x": x}, {"positions": torch.arange(8).expand(2, -1)}, keep=True
+            0,
+            {"x": x},
+            {"positions": torch.arange(8).expand(2, -1)},
+            keep=True,
         )
     return sum(saved.values())
 

@@ -14,7 +14,12 @@ from phalanx.layout import Layout, LayoutError, Shape
 from phalanx.models import Core, kernels
 from phalanx.parallel import build_model, context
 from phalanx.parallel.batch import held_times, microbatches
-from phalanx.parallel.context import RingCore, UlyssesCore, install_context, needed
+from phalanx.parallel.context import (
+    RingCore,
+    UlyssesCore,
+    install_context,
+    needed,
+)
 from rounding import assert_rounded_once
 
 SIZE = 6
@@ -29,7 +34,12 @@ def _layout(ring: int, ulysses: int) -> Layout:
 
 
 def _batch(
-    length: int, heads: int = 4, kv: int = 2, *, documents: bool = False, rows: int = 2
+    length: int,
+    heads: int = 4,
+    kv: int = 2,
+    *,
+    documents: bool = False,
+    rows: int = 2,
 ) -> dict[str, Tensor]:
     """q, k, v and the result's gradient as if they stood in a batch, so that they are cut as tokens."""
     generator = torch.Generator().manual_seed(length)
@@ -70,7 +80,10 @@ def _attend(core: nn.Module, part: dict[str, Tensor]) -> dict[str, Tensor]:
     qkv = [part[name].clone().requires_grad_() for name in "qkv"]
     y = core(*qkv, None, part.get("documents"))
     y.backward(part["gradient"])
-    return {"y": y.detach(), **{n: x.grad for n, x in zip("qkv", qkv, strict=True)}}
+    return {
+        "y": y.detach(),
+        **{n: x.grad for n, x in zip("qkv", qkv, strict=True)},
+    }
 
 
 def _on_a_place(
@@ -86,7 +99,9 @@ def _on_a_place(
     return seen
 
 
-def _joined(seen: list[dict[str, Tensor]], ring: int, ulysses: int, length: int):
+def _joined(
+    seen: list[dict[str, Tensor]], ring: int, ulysses: int, length: int
+):
     """Whole tensors from what all places hold, without the padding."""
     padded = seen[0]["y"].shape[1] * len(seen)
     whole = {
@@ -101,23 +116,34 @@ def _joined(seen: list[dict[str, Tensor]], ring: int, ulysses: int, length: int)
 
 def _error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest relative error of the result and the gradients."""
-    errors = [(got[n] - x).abs().max() / x.abs().max() for n, x in expected.items()]
+    errors = [
+        (got[n] - x).abs().max() / x.abs().max() for n, x in expected.items()
+    ]
     return float(torch.stack(errors).max())
 
 
-def _worst(run, ring: int, ulysses: int, batches: list[dict[str, Tensor]]) -> float:
+def _worst(
+    run, ring: int, ulysses: int, batches: list[dict[str, Tensor]]
+) -> float:
     seen = run(_on_a_place, ring, ulysses, batches)
     errors = []
     for i, batch in enumerate(batches):
         got = _joined(
-            [place[i] for place in seen], ring, ulysses, batch["tokens"].shape[1]
+            [place[i] for place in seen],
+            ring,
+            ulysses,
+            batch["tokens"].shape[1],
         )
         errors.append(_error(got, _attend(Core(), batch)))
-    return float(torch.tensor(errors).max())  # NaN, where something is missing, stays
+    return float(
+        torch.tensor(errors).max()
+    )  # NaN, where something is missing, stays
 
 
 def _threads(ranks: int):
-    return lambda fn, *args: launch(fn, ranks, *args, backend="threads", timeout=20.0)
+    return lambda fn, *args: launch(
+        fn, ranks, *args, backend="threads", timeout=20.0
+    )
 
 
 CASES = [
@@ -142,8 +168,12 @@ def test_strips_of_queries_and_plain_kernels_equal_attention(
     for strip, plain in itertools.product((1, 5, 512), (False, True)):
         monkeypatch.setattr(kernels, "STRIP", strip)
         if plain:
-            monkeypatch.setattr(kernels, "_kernels", lambda q, mask=None: kernels.PLAIN)
-        assert _worst(_threads(ring * ulysses), ring, ulysses, CASES[2:4]) < 1e-12
+            monkeypatch.setattr(
+                kernels, "_kernels", lambda q, mask=None: kernels.PLAIN
+            )
+        assert (
+            _worst(_threads(ring * ulysses), ring, ulysses, CASES[2:4]) < 1e-12
+        )
         monkeypatch.undo()
 
 
@@ -162,9 +192,13 @@ def test_processes_over_gloo_compute_what_threads_do():
 
 def test_a_ring_in_bfloat16_is_as_near_to_the_truth_as_attention():
     exact = _batch(96, documents=True)
-    short = {n: x.bfloat16() if x.is_floating_point() else x for n, x in exact.items()}
+    short = {
+        n: x.bfloat16() if x.is_floating_point() else x
+        for n, x in exact.items()
+    }
     truth = _attend(
-        Core(), {n: x.double() if n != "documents" else x for n, x in short.items()}
+        Core(),
+        {n: x.double() if n != "documents" else x for n, x in short.items()},
     )
     alone = _error(_attend(Core(), short), truth)
     seen = _threads(4)(_on_a_place, 4, 1, [short])
@@ -181,11 +215,15 @@ def _narrow(**tensors: Tensor) -> dict[str, Tensor]:
 
 def _over_a_ring(ring: int, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     seen = _threads(ring)(_on_a_place, ring, 1, [batch])
-    return _joined([place[0] for place in seen], ring, 1, batch["tokens"].shape[1])
+    return _joined(
+        [place[0] for place in seen], ring, 1, batch["tokens"].shape[1]
+    )
 
 
 @pytest.mark.parametrize("ring", (2, 3, 4))
-def test_partial_results_of_a_ring_are_merged_in_float32_and_rounded_once(ring):
+def test_partial_results_of_a_ring_are_merged_in_float32_and_rounded_once(
+    ring,
+):
     """With values of one on the keys of one rank and zero elsewhere, every partial result is exact in
     bfloat16, and the merged result is the share of the softmax on those keys."""
     length, generator = 48, torch.Generator().manual_seed(ring)
@@ -193,7 +231,9 @@ def test_partial_results_of_a_ring_are_merged_in_float32_and_rounded_once(ring):
         2 * torch.randn(1, length, 2, SIZE, generator=generator).bfloat16()
         for _ in "qk"
     )
-    scores = torch.einsum("bthd,bshd->bhts", q.double(), k.double()) / math.sqrt(SIZE)
+    scores = torch.einsum(
+        "bthd,bshd->bhts", q.double(), k.double()
+    ) / math.sqrt(SIZE)
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
     shares = scores.masked_fill(later, -math.inf).softmax(-1)
     for rank in range(ring):
@@ -206,10 +246,14 @@ def test_partial_results_of_a_ring_are_merged_in_float32_and_rounded_once(ring):
 
 
 @pytest.mark.parametrize("ring", (4, 8))
-def test_gradients_of_visiting_blocks_are_added_in_float32_and_rounded_once(ring):
+def test_gradients_of_visiting_blocks_are_added_in_float32_and_rounded_once(
+    ring,
+):
     """Rank 0 gives 256 to a gradient and every other rank 0.75, which bfloat16 would add to 256 without
     effect. All factors are exact in bfloat16, so the sum is known."""
-    length = 64  # a power of two: so is each share of the last query's attention
+    length = (
+        64  # a power of two: so is each share of the last query's attention
+    )
     total = torch.tensor(256 + 0.75 * (ring - 1)).bfloat16()
     assert total > 256
 
@@ -220,8 +264,12 @@ def test_gradients_of_visiting_blocks_are_added_in_float32_and_rounded_once(ring
     q, k, gradient = zeros(), zeros(), zeros()
     q[..., 0], k[:, 0, :, 0] = 64.0, 8.0
     for rank in range(ring):
-        gradient[:, held_times(length, ring, 1, rank)[-1]] = 0.75 if rank else 256.0
-    got = _over_a_ring(ring, _narrow(q=q, k=k, v=zeros() + 1, gradient=gradient))
+        gradient[:, held_times(length, ring, 1, rank)[-1]] = (
+            0.75 if rank else 256.0
+        )
+    got = _over_a_ring(
+        ring, _narrow(q=q, k=k, v=zeros() + 1, gradient=gradient)
+    )
     assert (got["v"][0, 0] == total).all()
     assert not got["v"][0, 1:].any()
 
@@ -233,7 +281,10 @@ def test_gradients_of_visiting_blocks_are_added_in_float32_and_rounded_once(ring
     for rank in range(ring):
         time = held_times(length, ring, 1, rank)[0]
         k[0, time, 0, 0] = (
-            v[0, time, 0, 0] * length * math.sqrt(8) * (0.75 if rank else 256.0)
+            v[0, time, 0, 0]
+            * length
+            * math.sqrt(8)
+            * (0.75 if rank else 256.0)
         )
     got = _over_a_ring(ring, _narrow(q=zeros(), k=k, v=v, gradient=gradient))
     assert got["q"][0, -1, 0, 0] == total
@@ -268,7 +319,9 @@ def test_a_place_computes_the_pairs_that_are_needed_and_no_others(places):
             computed = torch.zeros(2 * chunk, 2 * chunk, dtype=torch.bool)
             box = computed[visible.rows, visible.keys]
             box |= (
-                torch.ones_like(box).tril() if visible.causal else torch.ones_like(box)
+                torch.ones_like(box).tril()
+                if visible.causal
+                else torch.ones_like(box)
             )
             assert torch.equal(computed, mine[:, None] >= theirs[None, :])
             assert box.numel() == (2 if step else 4) * chunk**2
@@ -294,7 +347,9 @@ def test_a_ring_sends_each_block_around_once_and_its_gradient_home():
     assert v.grad.shape == v.shape
 
 
-def _kept_bytes(world: World, ring: int, ulysses: int, batch: dict[str, Tensor]) -> int:
+def _kept_bytes(
+    world: World, ring: int, ulysses: int, batch: dict[str, Tensor]
+) -> int:
     """The bytes that autograd keeps on this place between forward and backward."""
     (part,) = microbatches(batch, _layout(ring, ulysses), 0, world.rank)
     qkv = [part[name].requires_grad_() for name in "qkv"]
@@ -314,12 +369,16 @@ def _kept_bytes(world: World, ring: int, ulysses: int, batch: dict[str, Tensor])
 @pytest.mark.parametrize("documents", (False, True))
 def test_what_is_kept_for_backward_falls_as_one_over_the_ranks(documents):
     batch = _batch(64, 4, 2, documents=documents)
-    per_token = 8 * (2 * 4 * SIZE + 2 * 2 * SIZE + 4)  # q and out, k and v, lse
+    per_token = 8 * (
+        2 * 4 * SIZE + 2 * 2 * SIZE + 4
+    )  # q and out, k and v, lse
     for ring, ulysses in ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2)):
         ranks = ring * ulysses
         # The documents of the batch are on every place, for all blocks of a model together.
         own = 2 * 64 // ranks * per_token + 2 * 64 * 8 * documents
-        assert _threads(ranks)(_kept_bytes, ring, ulysses, batch) == [own] * ranks
+        assert (
+            _threads(ranks)(_kept_bytes, ring, ulysses, batch) == [own] * ranks
+        )
 
 
 # ---- leaks
@@ -333,12 +392,16 @@ def _whole(ring: int, ulysses: int, documents: Tensor | None):
         if documents is not None:
             batch["documents"] = documents
         seen = _threads(ring * ulysses)(_on_a_place, ring, ulysses, [batch])
-        return _joined([place[0] for place in seen], ring, ulysses, x.shape[1])["y"]
+        return _joined(
+            [place[0] for place in seen], ring, ulysses, x.shape[1]
+        )["y"]
 
     return attend
 
 
-def leaks(attend, tokens: Tensor, documents: Tensor | None, row: int, time: int):
+def leaks(
+    attend, tokens: Tensor, documents: Tensor | None, row: int, time: int
+):
     """What changing one token moves: how many positions, how many of them must not move, as they are no
     later ones of its document, and how many of those stay."""
     changed = tokens.clone()
@@ -346,16 +409,24 @@ def leaks(attend, tokens: Tensor, documents: Tensor | None, row: int, time: int)
     moved = (attend(changed) != attend(tokens)).flatten(2).any(-1)
     may = torch.zeros_like(moved)
     may[row, time:] = (
-        True if documents is None else documents[row, time:] == documents[row, time]
+        True
+        if documents is None
+        else documents[row, time:] == documents[row, time]
     )
-    return int(moved.sum()), int((moved & ~may).sum()), int((may & ~moved).sum())
+    return (
+        int(moved.sum()),
+        int((moved & ~may).sum()),
+        int((may & ~moved).sum()),
+    )
 
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 8 + [2] * 9, [5] * 24])
 
 
 @pytest.mark.parametrize("ring,ulysses", ((1, 1), *SMALL))
-def test_a_token_moves_its_own_documents_later_tokens_and_nothing_else(ring, ulysses):
+def test_a_token_moves_its_own_documents_later_tokens_and_nothing_else(
+    ring, ulysses
+):
     x = _batch(24, 4)["q"]
     for row, time in ((0, 0), (0, 6), (0, 9), (0, 23), (1, 11)):
         last = int((DOCUMENTS[row] == DOCUMENTS[row, time]).nonzero().max())
@@ -376,9 +447,13 @@ def test_the_leak_test_sees_a_block_without_its_diagonal(monkeypatch):
 def test_the_leak_test_sees_a_skipped_step_of_the_ring(monkeypatch):
     right = context.visiting_blocks
     monkeypatch.setattr(
-        context, "visiting_blocks", lambda s, *a: [] if s == 1 else right(s, *a)
+        context,
+        "visiting_blocks",
+        lambda s, *a: [] if s == 1 else right(s, *a),
     )
-    _, leaked, blind = leaks(_whole(4, 1, None), _batch(24, 4)["q"], None, 0, 0)
+    _, leaked, blind = leaks(
+        _whole(4, 1, None), _batch(24, 4)["q"], None, 0, 0
+    )
     assert blind > 0
     assert leaked == 0
     assert _worst(_threads(2), 2, 1, CASES[:1]) > 1e-3
@@ -393,7 +468,14 @@ def test_the_leak_test_sees_documents_that_are_ignored():
 
 
 SHAPE = Shape(
-    "t", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=12
+    "t",
+    layers=2,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    ffn=24,
+    vocab=37,
+    sequence=12,
 )
 
 
@@ -414,7 +496,9 @@ def test_every_core_of_a_model_is_replaced_and_without_cp_none():
         (UlyssesCore, RingCore)
     }
     alone = _cores("cp2:ulysses")
-    assert {(type(core), type(core.inner)) for core in alone} == {(UlyssesCore, Core)}
+    assert {(type(core), type(core.inner)) for core in alone} == {
+        (UlyssesCore, Core)
+    }
 
 
 def test_a_model_without_a_core_is_refused():
@@ -430,7 +514,9 @@ def test_a_model_without_a_core_is_refused():
 def test_heads_that_ulysses_does_not_divide_are_refused():
     core = UlyssesCore(Core(), TallyWorld(0, 3).split("ulysses", [(0, 1, 2)]))
     x = torch.empty(1, 6, 4, SIZE, device="meta")
-    with pytest.raises(LayoutError, match="ulysses=3 does not divide the 4 heads"):
+    with pytest.raises(
+        LayoutError, match="ulysses=3 does not divide the 4 heads"
+    ):
         core(x, x, x, None, None)
 
 
@@ -439,7 +525,9 @@ class Strange(nn.Module):
 
     def forward(self, q, k, v, positions, documents):
         time = positions.to(q.dtype)
-        fall = torch.exp(-(time.unsqueeze(-1) - time.unsqueeze(-2)).abs()).tril()
+        fall = torch.exp(
+            -(time.unsqueeze(-1) - time.unsqueeze(-2)).abs()
+        ).tril()
         fall = fall * (documents.unsqueeze(-1) == documents.unsqueeze(-2))
         return torch.einsum("bthd,bshd,bts,bshe->bthe", q, k, fall, v)
 
@@ -454,5 +542,7 @@ def test_a_strangers_core_runs_under_ulysses_on_all_tokens():
     batch = _batch(24, 4, 4, documents=True)
     batch["positions"] = torch.arange(24).repeat(2, 1)
     got = torch.cat(launch(_strange, 2, batch, backend="threads"), 1)
-    expected = Strange()(*(batch[n] for n in ("q", "k", "v", "positions", "documents")))
+    expected = Strange()(
+        *(batch[n] for n in ("q", "k", "v", "positions", "documents"))
+    )
     assert torch.allclose(got, expected, rtol=1e-13, atol=0)

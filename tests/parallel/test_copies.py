@@ -28,10 +28,19 @@ from phalanx.verify.trial import Part, Seen, join
 ODD = replace(SHAPES["odd"], batch=6, sequence=7, vocab=13, tied=True)
 # A shape whose copies drifted apart within 8 steps when tp ranks updated runs of different length.
 EVEN = replace(
-    ODD, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=40, vocab=37, sequence=11
+    ODD,
+    hidden=32,
+    heads=2,
+    kv_heads=2,
+    head_dim=16,
+    ffn=40,
+    vocab=37,
+    sequence=11,
 )
 # Norms of q and k: weights of one head that every rank uses for others.
-HEAD_NORMS = replace(SHAPES["qwen"], layers=2, batch=6, sequence=7, vocab=13, ffn=20)
+HEAD_NORMS = replace(
+    SHAPES["qwen"], layers=2, batch=6, sequence=7, vocab=13, ffn=20
+)
 
 BITS = {4: torch.int32, 8: torch.int64}
 
@@ -48,7 +57,11 @@ class Held(NamedTuple):
 
 
 def held_after(
-    world: World, layout: Layout, shape: Shape, optimizer: AdamW | Sgd, steps: int
+    world: World,
+    layout: Layout,
+    shape: Shape,
+    optimizer: AdamW | Sgd,
+    steps: int,
 ) -> list[Held]:
     model = build_model(shape)
     program = program_of(model, layout)
@@ -71,11 +84,20 @@ def held_after(
         for run, view in update.runs:
             for kind, kept in update.state.get(view, {}).items():
                 if kind != "step":
-                    flats.setdefault(kind, torch.zeros_like(unit.home))[run] = kept
+                    flats.setdefault(kind, torch.zeros_like(unit.home))[
+                        run
+                    ] = kept
         for weight, start, stop, offset in unit.entries():
             run = slice(offset, offset + stop - start)
             told += [
-                Held(what, weight.name, str(weight.box), start, stop, flat[run].clone())
+                Held(
+                    what,
+                    weight.name,
+                    str(weight.box),
+                    start,
+                    stop,
+                    flat[run].clone(),
+                )
                 for what, flat in flats.items()
             ]
     world.clear()
@@ -87,7 +109,13 @@ def differing(
 ) -> set[str]:
     """Names of the weights whose copies, or their optimizer states, are not equal bit by bit."""
     ranks = launch(
-        held_after, layout.ranks, layout, shape, optimizer, steps, backend="threads"
+        held_after,
+        layout.ranks,
+        layout,
+        shape,
+        optimizer,
+        steps,
+        backend="threads",
     )
     apart, compared = set(), 0
     by_box: dict[tuple[str, str, str], list[Held]] = {}
@@ -165,7 +193,10 @@ def runs(world: World, layout: Layout) -> dict[tuple[int, int], list[object]]:
     told = {
         (number, unit.groups.gather.rank): [
             [(s.start, s.stop, s.decay) for s in unit.own_segments()],
-            [(e.weight.name, e.start, e.stop, e.offset) for e in unit.entries()],
+            [
+                (e.weight.name, e.start, e.stop, e.offset)
+                for e in unit.entries()
+            ],
         ]
         for number, unit in local.units.items()
     }
@@ -174,7 +205,9 @@ def runs(world: World, layout: Layout) -> dict[tuple[int, int], list[object]]:
 
 
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if "fp64" not in x])
-def test_all_ranks_that_hold_a_shard_update_it_in_the_same_runs(layout: str) -> None:
+def test_all_ranks_that_hold_a_shard_update_it_in_the_same_runs(
+    layout: str,
+) -> None:
     where = Layout.parse(layout)
     first: dict[tuple[int, int], list[object]] = {}
     for told in launch(runs, where.ranks, where, backend="threads"):
@@ -186,7 +219,9 @@ def test_all_ranks_that_hold_a_shard_update_it_in_the_same_runs(layout: str) -> 
 Span = tuple[str, tuple[slice, ...], tuple[int, ...], int, int]
 
 
-def covered(world: World, layout: Layout, shape: Shape) -> tuple[list[Span], ...]:
+def covered(
+    world: World, layout: Layout, shape: Shape
+) -> tuple[list[Span], ...]:
     """What a rank's norm counts, what its updates change with the right decay, what it holds."""
     model = build_model(shape)
     program = program_of(model, layout)
@@ -194,17 +229,27 @@ def covered(world: World, layout: Layout, shape: Shape) -> tuple[list[Span], ...
     counts, updates, held = list[Span](), list[Span](), list[Span]()
     for number, unit in local.units.items():
         home = program.host[number] == program.owner[world.rank]
-        counted = unit.counted_runs if home and unit.groups.replica.rank == 0 else []
+        counted = (
+            unit.counted_runs if home and unit.groups.replica.rank == 0 else []
+        )
         segments = unit.own_segments()
         for weight, start, stop, offset in unit.entries():
-            known, end = (weight.name, weight.box, weight.local), offset + stop - start
+            known, end = (
+                (weight.name, weight.box, weight.local),
+                offset + stop - start,
+            )
             held.append((*known, start, stop))
             # Matrices decay; norms and biases do not.
             decays = len(weight.shape) > 1
-            updated = [slice(s.start, s.stop) for s in segments if s.decay == decays]
+            updated = [
+                slice(s.start, s.stop) for s in segments if s.decay == decays
+            ]
             for into, runs in ((counts, counted), (updates, updated)):
                 for run in runs:
-                    a, b = max(run.start, offset) - offset, min(run.stop, end) - offset
+                    a, b = (
+                        max(run.start, offset) - offset,
+                        min(run.stop, end) - offset,
+                    )
                     if a < b:
                         into.append((*known, start + a, start + b))
     world.clear()
@@ -215,12 +260,15 @@ def times(spans: list[Span], shape: Shape) -> Tensor:
     """How many of these runs each number of the model is in."""
     weights = build_model(shape).weights
     seen = {
-        name: torch.zeros(w.shape, dtype=torch.int64) for name, w in weights.items()
+        name: torch.zeros(w.shape, dtype=torch.int64)
+        for name, w in weights.items()
     }
     for name, box, local, start, stop in spans:
         part = torch.zeros(local, dtype=torch.int64)
         part.view(-1)[start:stop] = 1
-        seen[name][box] += part[tuple(slice(0, n) for n in seen[name][box].shape)]
+        seen[name][box] += part[
+            tuple(slice(0, n) for n in seen[name][box].shape)
+        ]
     return torch.cat([x.flatten() for x in seen.values()])
 
 
@@ -231,7 +279,10 @@ ONE_NUMBER = replace(ODD, name="one number", hidden=5)
 
 @pytest.mark.parametrize(
     ("text", "shape"),
-    [*((x, s) for s in (ODD, HEAD_NORMS) for x in FLAT), ("dp4 zero1", ONE_NUMBER)],
+    [
+        *((x, s) for s in (ODD, HEAD_NORMS) for x in FLAT),
+        ("dp4 zero1", ONE_NUMBER),
+    ],
     ids=lambda x: x if isinstance(x, str) else x.name,
 )
 def test_the_norm_counts_every_number_once_and_each_rank_updates_what_it_holds_once(
@@ -278,16 +329,22 @@ ONE = [1.0, 2.0, 3.0, 0.0]
 
 
 @pytest.mark.parametrize("odd_one", [0, 1, 2])
-@pytest.mark.parametrize("number", [3.0000002, -3.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "number", [3.0000002, -3.0, float("nan"), float("inf")]
+)
 def test_one_of_three_copies_that_differs_is_named_with_its_rank(
     odd_one: int, number: float
 ) -> None:
     ranks = [ONE, ONE, ONE]
     ranks[odd_one] = [1.0, 2.0, number, 0.0]
     true = join(seen(ONE), 1)
-    worst = max(compare(join(seen(*ranks), 1), true, rate), key=lambda d: d.error)
+    worst = max(
+        compare(join(seen(*ranks), 1), true, rate), key=lambda d: d.error
+    )
     assert worst.error == float("inf")
-    said = [str(d) for d in compare(join(seen(*ranks), 1), true, rate) if d.ranks]
+    said = [
+        str(d) for d in compare(join(seen(*ranks), 1), true, rate) if d.ranks
+    ]
     other = 1 if odd_one == 0 else odd_one
     assert len(said) == 1
     assert "the weight of layers.0.bias[2] is" in said[0]
@@ -296,12 +353,16 @@ def test_one_of_three_copies_that_differs_is_named_with_its_rank(
 
 
 def test_copies_of_a_gradient_are_compared_too_and_zeros_have_a_sign() -> None:
-    trace = join(seen(ONE, ONE, gradients=[[0.0] * 4, [0.0, -0.0, 0.0, 0.0]]), 1)
+    trace = join(
+        seen(ONE, ONE, gradients=[[0.0] * 4, [0.0, -0.0, 0.0, 0.0]]), 1
+    )
     [found] = trace.steps[0].mismatches
     assert found[:4] == ("gradient", "layers.0.bias", (1,), (0, 1))
 
 
-def test_copies_that_are_not_a_number_are_equal_copies_but_no_right_result() -> None:
+def test_copies_that_are_not_a_number_are_equal_copies_but_no_right_result() -> (
+    None
+):
     broken = [1.0, float("nan"), 3.0, 0.0]
     trace = join(seen(broken, broken), 1)
     true = join(seen(ONE), 1)

@@ -31,11 +31,15 @@ def on_a_rank(
     """This rank's part of the result and of the gradients of x and the weight. `copies` neighbours have
     the same features, and each of them a share of the gradient of the result."""
     parts = world.size // copies
-    here = slice(*(WIDTH // parts * (world.rank // copies + n) for n in (0, 1)))
+    here = slice(
+        *(WIDTH // parts * (world.rank // copies + n) for n in (0, 1))
+    )
     x, weight, gradient = (each[..., here].clone() for each in inputs(dtype))
     norm = RMSNorm(weight.numel(), EPS, plus_one=plus_one).to(dtype)
     norm.weight.data = weight
-    cut = CutRMSNorm(norm, WIDTH, copies, world.split("tp", [range(world.size)]))
+    cut = CutRMSNorm(
+        norm, WIDTH, copies, world.split("tp", [range(world.size)])
+    )
     x.requires_grad_()
     y = cut(x)
     y.backward(gradient / copies)
@@ -54,17 +58,26 @@ def whole(x: Tensor, weight: Tensor, plus_one: bool) -> Tensor:
 def test_a_norm_over_ranks_is_the_norm_of_all_features(
     ranks: int, copies: int, plus_one: bool
 ) -> None:
-    x, weight, gradient = (each.requires_grad_() for each in inputs(torch.float64))
+    x, weight, gradient = (
+        each.requires_grad_() for each in inputs(torch.float64)
+    )
     exact = whole(x, weight, plus_one)
     into_x, into_weight = torch.autograd.grad(exact, (x, weight), gradient)
-    seen = launch(on_a_rank, ranks, torch.float64, copies, plus_one, backend="threads")
+    seen = launch(
+        on_a_rank, ranks, torch.float64, copies, plus_one, backend="threads"
+    )
     for got, want in zip(
         zip(*seen, strict=True), (exact, into_x, into_weight), strict=True
     ):
         # Of the result each copy is whole; the gradients are sums over the copies.
         runs = [got[n : n + copies] for n in range(0, ranks, copies)]
-        each = [run[0] if want is exact else torch.stack(run).sum(0) for run in runs]
-        torch.testing.assert_close(torch.cat(each, -1), want, rtol=1e-13, atol=1e-13)
+        each = [
+            run[0] if want is exact else torch.stack(run).sum(0)
+            for run in runs
+        ]
+        torch.testing.assert_close(
+            torch.cat(each, -1), want, rtol=1e-13, atol=1e-13
+        )
 
 
 @pytest.mark.parametrize("plus_one", [False, True])
@@ -77,7 +90,9 @@ def test_in_bfloat16_a_norm_over_ranks_is_summed_in_float32_and_rounded_once(
     exact = whole(x, weight, plus_one)
     into_x, into_weight = torch.autograd.grad(exact, (x, weight), gradient)
     seen = launch(on_a_rank, 2, torch.bfloat16, 1, plus_one, backend="threads")
-    y, dx, dweight = (torch.cat(parts, -1) for parts in zip(*seen, strict=True))
+    y, dx, dweight = (
+        torch.cat(parts, -1) for parts in zip(*seen, strict=True)
+    )
     x, weight, gradient, exact = (
         each.detach() for each in (x, weight, gradient, exact)
     )
@@ -90,4 +105,6 @@ def test_in_bfloat16_a_norm_over_ranks_is_summed_in_float32_and_rounded_once(
     )
     inside = gradient.abs() * (weight + 1 if plus_one else weight).abs()
     along = (inside * normed).mean(-1, keepdim=True)
-    assert_rounded_once(dx, into_x, 20 * SINGLE * (inside + normed * along) / root)
+    assert_rounded_once(
+        dx, into_x, 20 * SINGLE * (inside + normed * along) / root
+    )

@@ -30,7 +30,9 @@ def _shapes() -> Iterator[Shape]:
             )
 
 
-def test_every_size_of_a_decoder_is_a_key_of_a_shape_with_the_same_default() -> None:
+def test_every_size_of_a_decoder_is_a_key_of_a_shape_with_the_same_default() -> (
+    None
+):
     keys = {each.name: each for each in fields(Shape)}
     for size in fields(DecoderSizes):
         if size.name in OF_THE_DECODER:
@@ -45,13 +47,21 @@ def test_a_decoder_has_the_sizes_of_its_shape_and_fills_in_the_same() -> None:
     for shape in _shapes():
         with torch.device("meta"), Undrawn():
             sizes = decoder_of(shape)._sizes
-        filled: dict[str, Any] = {"rope_dim": shape.turned, "value_dim": shape.valued}
-        filled["activation"] = shape.activation or ("silu" if shape.gated else "gelu")
+        filled: dict[str, Any] = {
+            "rope_dim": shape.turned,
+            "value_dim": shape.valued,
+        }
+        filled["activation"] = shape.activation or (
+            "silu" if shape.gated else "gelu"
+        )
         filled["expert_ffn"] = shape.expert_ffn or shape.ffn
         for size in fields(DecoderSizes):
             if size.name not in OF_THE_DECODER:
                 wanted = filled.get(size.name, getattr(shape, size.name))
-                assert getattr(sizes, size.name) == wanted, (shape.name, size.name)
+                assert getattr(sizes, size.name) == wanted, (
+                    shape.name,
+                    size.name,
+                )
 
 
 CHOICES = ("norm", "norms", "positions", "activation", "bias")

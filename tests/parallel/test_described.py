@@ -23,9 +23,7 @@ BLOCK = "x = block(x, positions=positions)"
 HEAD = "return self.head(x, targets)"
 LISTED = "for n, block in enumerate(model.blocks))"
 FORWARD = "def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:"
-COUNTED = (
-    f"{FORWARD}\n        positions = torch.arange(tokens.shape[1]).expand_as(tokens)"
-)
+COUNTED = f"{FORWARD}\n        positions = torch.arange(tokens.shape[1]).expand_as(tokens)"
 WITH_DOCUMENTS = (
     COUNTED,
     "def forward(self, tokens, targets, positions, documents=None):",
@@ -88,7 +86,9 @@ WRONG: dict[str, tuple[Sequence[Change], str]] = {
 }  # fmt: skip
 
 
-def changed(tmp_path: Path, changes: Sequence[Change], file: Path = FILE) -> str:
+def changed(
+    tmp_path: Path, changes: Sequence[Change], file: Path = FILE
+) -> str:
     text = file.read_text()
     for old, new in changes:
         assert old in text
@@ -123,9 +123,13 @@ RIGHT: dict[str, tuple[Sequence[Change], bool]] = {
 
 
 @pytest.mark.parametrize("what", RIGHT)
-def test_a_forward_may_return_a_sum_a_mean_or_logits(what: str, tmp_path: Path) -> None:
+def test_a_forward_may_return_a_sum_a_mean_or_logits(
+    what: str, tmp_path: Path
+) -> None:
     changes, mean = RIGHT[what]
-    whole = described_whole(load_model(f"{changed(tmp_path, changes)}:Stranger"))
+    whole = described_whole(
+        load_model(f"{changed(tmp_path, changes)}:Stranger")
+    )
     assert whole is not None
     assert whole.mean == mean
     assert whole.name == "Stranger.forward"
@@ -135,7 +139,11 @@ def test_the_loss_of_a_mean_is_the_sum_over_the_tokens_that_count(
     tmp_path: Path,
 ) -> None:
     logits = torch.randn(
-        2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        2,
+        3,
+        5,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
     )
     targets = torch.tensor([[1, 2, -100], [4, -100, -100]])
     by_hand = 0.0
@@ -143,37 +151,51 @@ def test_the_loss_of_a_mean_is_the_sum_over_the_tokens_that_count(
         scores = logits[row, time]
         by_hand += float(scores.exp().sum().log() - scores[targets[row, time]])
     changes = [(HEAD, f"{HEAD} / (targets != -100).sum()")]
-    whole = described_whole(load_model(f"{changed(tmp_path, changes)}:Stranger"))
+    whole = described_whole(
+        load_model(f"{changed(tmp_path, changes)}:Stranger")
+    )
     assert whole is not None
     module: torch.nn.Module = whole.module
     module.forward = lambda **given: torch.nn.functional.cross_entropy(  # type: ignore[method-assign]
         logits.flatten(0, 1), given["targets"].flatten()
     )
-    batch = {"tokens": torch.zeros(2, 3, dtype=torch.int64), "targets": targets}
+    batch = {
+        "tokens": torch.zeros(2, 3, dtype=torch.int64),
+        "targets": targets,
+    }
     assert float(whole.loss(batch)) == pytest.approx(by_hand, rel=1e-14)
     nothing = {**batch, "targets": torch.full_like(targets, -100)}
     assert float(whole.loss(nothing).detach()) == 0.0  # and not 0 / 0
 
 
-def test_a_class_without_a_forward_is_what_its_pieces_compute(tmp_path: Path) -> None:
+def test_a_class_without_a_forward_is_what_its_pieces_compute(
+    tmp_path: Path,
+) -> None:
     file = changed(tmp_path, [(FORWARD, "def other(self, tokens, targets):")])
     assert described_whole(load_model(f"{file}:Stranger")) is None
     assert described_whole(build_model(SHAPES["gqa"])) is None
 
 
 @pytest.mark.parametrize("forward", [True, False])
-def test_a_loss_that_is_no_sum_is_refused(forward: bool, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_sum_is_refused(
+    forward: bool, tmp_path: Path
+) -> None:
     changes = [('reduction="sum"', 'reduction="mean"')]
-    changes += [] if forward else [(FORWARD, "def other(self, tokens, targets):")]
+    changes += (
+        [] if forward else [(FORWARD, "def other(self, tokens, targets):")]
+    )
     model = load_model(f"{changed(tmp_path, changes)}:Stranger")
     with pytest.raises(
-        LayoutError, match=r"the loss of head is .* it is not a sum over the tokens"
+        LayoutError,
+        match=r"the loss of head is .* it is not a sum over the tokens",
     ):
         described_whole(model)
 
 
 def test_the_commands_refuse_it_before_a_rank_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     changes, _ = WRONG["a scaled embedding"]
     name = f"{changed(tmp_path, changes)}:Stranger"
@@ -218,7 +240,15 @@ def test_nanogpt_is_taken_with_its_own_forward(
     assert whole is not None
     assert whole.mean
     assert (
-        main(["verify", "--model", name, "--layouts", "dp2 zero3; tp2; pp2 1f1b:3"])
+        main(
+            [
+                "verify",
+                "--model",
+                name,
+                "--layouts",
+                "dp2 zero3; tp2; pp2 1f1b:3",
+            ]
+        )
         == 0
     )
     assert (
@@ -226,7 +256,9 @@ def test_nanogpt_is_taken_with_its_own_forward(
         in capsys.readouterr().out
     )
     # It counts positions itself, and so cannot be the one process of packed documents.
-    assert main(["verify", "--model", name, "--layouts", "dp2", "--packed"]) == 0
+    assert (
+        main(["verify", "--model", name, "--layouts", "dp2", "--packed"]) == 0
+    )
     assert (
         "1 of 1 layouts of nanogpt agree with its pieces on one"
         in capsys.readouterr().out
@@ -236,8 +268,14 @@ def test_nanogpt_is_taken_with_its_own_forward(
 def test_attention_outside_the_table_is_refused_under_seq(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["verify", "--model", f"{NANOGPT}:GPT", "--layouts", "tp2 seq"]) == 2
-    assert "h.0.attn (CausalSelfAttention) mixes tokens" in capsys.readouterr().err
+    assert (
+        main(["verify", "--model", f"{NANOGPT}:GPT", "--layouts", "tp2 seq"])
+        == 2
+    )
+    assert (
+        "h.0.attn (CausalSelfAttention) mixes tokens"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_sum_that_nanogpt_forgets_is_named(tmp_path: Path) -> None:
@@ -246,7 +284,9 @@ def test_a_sum_that_nanogpt_forgets_is_named(tmp_path: Path) -> None:
         LayoutError,
         match=r"h\.0 gets an input in GPT\.forward that differs from the output of the piece embed",
     ):
-        described_whole(load_model(f"{changed(tmp_path, changes, NANOGPT)}:GPT"))
+        described_whole(
+            load_model(f"{changed(tmp_path, changes, NANOGPT)}:GPT")
+        )
 
 
 def test_the_one_process_is_the_forward_of_the_class(

@@ -75,8 +75,12 @@ def gradients(world: World, text: str, count: int) -> dict[str, Tensor]:
     class Keeping(Sgd):
         def of(self, unit):  # type: ignore[no-untyped-def]
             def keep(lr: float, scale: float) -> None:
-                for weight, start in zip(unit.order, unit.offsets, strict=True):
-                    run = slice(start, start + torch.Size(weight.local).numel())
+                for weight, start in zip(
+                    unit.order, unit.offsets, strict=True
+                ):
+                    run = slice(
+                        start, start + torch.Size(weight.local).numel()
+                    )
                     (own,) = unit.gradients([run])
                     found[weight.name] = own.view(weight.local).clone()
                 unit.spend()
@@ -84,7 +88,11 @@ def gradients(world: World, text: str, count: int) -> dict[str, Tensor]:
             return keep
 
     rows = [
-        {"inputs": torch.randn(4, 5, generator=torch.Generator().manual_seed(i))}
+        {
+            "inputs": torch.randn(
+                4, 5, generator=torch.Generator().manual_seed(i)
+            )
+        }
         for i in range(count)
     ]
     Executor(held, program, world.rank, Keeping()).step(rows, 0.1)
@@ -98,16 +106,24 @@ def wanted(count: int) -> dict[str, Tensor]:
         AloneWorld(),
         Layout(),
         model,
-        build(Layout(), plain_pieces((range(3),), tied=()), StepOptions(agree=False)),
+        build(
+            Layout(),
+            plain_pieces((range(3),), tied=()),
+            StepOptions(agree=False),
+        ),
     )
     plain = nn.Sequential(*pieces)
     weights = dict(held.units[0].parameters) | dict(held.units[1].parameters)
     for name, parameter in plain.named_parameters():
         parameter.data = weights[f"p{name}"].detach().clone()
     for i in range(count):
-        plain(torch.randn(4, 5, generator=torch.Generator().manual_seed(i))).backward()
+        plain(
+            torch.randn(4, 5, generator=torch.Generator().manual_seed(i))
+        ).backward()
     return {
-        f"p{name}": torch.zeros_like(p) if p.grad is None else p.grad / (4 * count)
+        f"p{name}": torch.zeros_like(p)
+        if p.grad is None
+        else p.grad / (4 * count)
         for name, p in plain.named_parameters()
     }
 

@@ -38,11 +38,15 @@ def stir(key: Words, salt: Words | int) -> Words:
     return scramble(key + np.uint64(0x9E3779B1) * np.uint64(salt))
 
 
-def dropped(token: Words, block: int, place: int, features: int) -> NDArray[np.bool_]:
+def dropped(
+    token: Words, block: int, place: int, features: int
+) -> NDArray[np.bool_]:
     """Tokens by features: what is zeroed, of tokens by their index in the batch."""
     step = stir(scramble(np.array([SEED], np.uint64)), STEP) >> 1
     key = stir(scramble(scramble(token) ^ step), block)
-    draw = stir(stir(key, place)[:, None], np.arange(features, dtype=np.uint64)[None])
+    draw = stir(
+        stir(key, place)[:, None], np.arange(features, dtype=np.uint64)[None]
+    )
     return draw < round(RATE * 2**32)
 
 
@@ -55,7 +59,9 @@ class ByFormula(nn.Module):
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         token = np.arange(x.shape[0] * x.shape[1], dtype=np.uint64)
-        mask = dropped(token, self.block, self.place, x.shape[2]).reshape(x.shape)
+        mask = dropped(token, self.block, self.place, x.shape[2]).reshape(
+            x.shape
+        )
         return x.masked_fill(torch.from_numpy(mask), 0.0) / (1 - RATE)
 
 
@@ -108,7 +114,13 @@ def test_dropout_drops_what_the_formula_says_in_every_layout(
     setting = Setting(lambda step: batch(name), steps=1, precision=wide)
     program = program_in(layout, make, setting)
     seen = launch(
-        train_layout, layout.ranks, layout, program, make, setting, backend="threads"
+        train_layout,
+        layout.ranks,
+        layout,
+        program,
+        make,
+        setting,
+        backend="threads",
     )
     (step,) = join(seen, 1).steps
     assert step.mismatches == ()
@@ -117,7 +129,9 @@ def test_dropout_drops_what_the_formula_says_in_every_layout(
     most = max(float(g.abs().max()) for g in gradients.values())
     for weight, gradient in gradients.items():
         apart = (step.gradients[weight] - gradient).abs().max()
-        assert apart <= 1e-10 * max(float(gradient.abs().max()), 1e-6 * most), weight
+        assert apart <= 1e-10 * max(
+            float(gradient.abs().max()), 1e-6 * most
+        ), weight
 
 
 def test_the_formula_drops_the_share_and_otherwise_in_each_step_block_and_place() -> (
@@ -125,7 +139,9 @@ def test_the_formula_drops_the_share_and_otherwise_in_each_step_block_and_place(
 ):
     token = np.arange(300, dtype=np.uint64)
     masks = [
-        dropped(token, block, place, 64) for block in range(3) for place in range(3)
+        dropped(token, block, place, 64)
+        for block in range(3)
+        for place in range(3)
     ]
     assert np.mean(masks) == pytest.approx(RATE, abs=0.005)
     assert len({mask.tobytes() for mask in masks}) == 9

@@ -136,7 +136,9 @@ class Window(Core):
         near = positions.unsqueeze(-1) - positions.unsqueeze(-2) < 4
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = near.tril().unsqueeze(1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, enable_gqa=True
+        )
         return y.transpose(1, 2)
 
 
@@ -153,12 +155,16 @@ class Capped(nn.Module):
         return y
 
 
-def put(path: str, module: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
+def put(
+    path: str, module: Callable[[Any], nn.Module]
+) -> Callable[[Any], None]:
     """Replace the module there by what the function makes of it."""
 
     def change(model: nn.Module) -> None:
         owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, module(model.get_submodule(path)))
+        setattr(
+            model.get_submodule(owner), name, module(model.get_submodule(path))
+        )
 
     return change
 
@@ -232,7 +238,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         f"{WORDS} has hooks",
     ),
     "a parametrization": (
-        at(OUT, lambda m: parametrize.register_parametrization(m, "weight", Doubled())),
+        at(
+            OUT,
+            lambda m: parametrize.register_parametrization(
+                m, "weight", Doubled()
+            ),
+        ),
         NO_HEADS,
         "tp2",
         f"{OUT}.parametrizations.weight",
@@ -288,7 +299,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     "a matrix of another name": (
         at(
             "blocks.2.mlp",
-            lambda m: m.register_parameter("gate", nn.Parameter(torch.empty(32, 48))),
+            lambda m: m.register_parameter(
+                "gate", nn.Parameter(torch.empty(32, 48))
+            ),
         ),
         "blocks.2.mlp.gate : embed ffn\n",
         "tp2",
@@ -306,7 +319,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         "tp2",
         "head.loss is a Smoothed",
     ),
-    "a mean": (put("head.loss", lambda m: Mean()), "", "tp2", "head.loss is a Mean"),
+    "a mean": (
+        put("head.loss", lambda m: Mean()),
+        "",
+        "tp2",
+        "head.loss is a Mean",
+    ),
     "ignored targets": (
         put("head.loss", lambda m: Everywhere()),
         "",
@@ -326,7 +344,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         "head has no child named 'loss'",
     ),
     "a loss with a hook": (
-        at("head.loss", lambda m: m.register_forward_hook(lambda m, a, y: 2 * y)),
+        at(
+            "head.loss",
+            lambda m: m.register_forward_hook(lambda m, a, y: 2 * y),
+        ),
         "",
         "tp2",
         "it has hooks",
@@ -357,7 +378,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     ),
     "a weight without a rule": (
         at(
-            "head", lambda m: m.register_parameter("more", nn.Parameter(torch.empty(3)))
+            "head",
+            lambda m: m.register_parameter(
+                "more", nn.Parameter(torch.empty(3))
+            ),
         ),
         "",
         "",
@@ -384,7 +408,11 @@ ONLY_WHERE_CUT = [
 
 @pytest.mark.parametrize(
     "what",
-    [w for w in ONLY_WHERE_CUT if w not in ("max_norm of positions", "no loss there")],
+    [
+        w
+        for w in ONLY_WHERE_CUT
+        if w not in ("max_norm of positions", "no loss there")
+    ],
 )
 def test_layouts_that_do_not_replace_it_take_it(what: str) -> None:
     change, rules, _, _ = REFUSED[what]
@@ -428,16 +456,22 @@ def padded(token: int) -> Callable[[], Model]:
 
 
 @pytest.mark.parametrize("token", [0, 100, 256])
-def test_a_padding_token_s_row_has_no_gradient_as_in_plain_torch(token: int) -> None:
+def test_a_padding_token_s_row_has_no_gradient_as_in_plain_torch(
+    token: int,
+) -> None:
     # The batches hold every token, so without `padding_idx` each row has a gradient.
     shape = padded(token)().shape
     assert shape is not None
-    layouts = Layout.parse_many("tp2; tp4 seq; dp2 tp2 zero3 accum:2; pp2 tp2 zb-h1:3")
+    layouts = Layout.parse_many(
+        "tp2; tp4 seq; dp2 tp2 zero3 accum:2; pp2 tp2 zb-h1:3"
+    )
     for verdict in verify(shape, layouts, make=padded(token), steps=2):
         assert verdict.passed, verdict
 
 
-def test_a_padding_token_s_row_starts_as_zeros_unless_the_model_draws_it() -> None:
+def test_a_padding_token_s_row_starts_as_zeros_unless_the_model_draws_it() -> (
+    None
+):
     model = padded(7)()
     rows = start(model, "embed.words.weight", 0)
     assert not rows[7].any()
@@ -464,7 +498,9 @@ def test_the_commands_refuse_it_before_a_rank_starts(
 
     monkeypatch.setattr(sys.modules["phalanx.verify.verify"], "workers", none)
     monkeypatch.setattr("phalanx.comm.launch", none)
-    text = FILE.read_text().replace("class Attention(", f"{SCALED}class Attention(")
+    text = FILE.read_text().replace(
+        "class Attention(", f"{SCALED}class Attention("
+    )
     text = text.replace("self.out = nn.Linear(", "self.out = Scaled(")
     file = tmp_path / "scaled.py"
     file.write_text(text)
@@ -547,5 +583,7 @@ def test_experts_of_a_class_that_does_not_say_where_tokens_leave_are_refused(
         pieces[number] = pieces[number][0], _Wrapped(block)
         model = replace(model, pieces=tuple(pieces))
     assert cut_blocks(model, Layout.parse("dp2")) is model
-    with pytest.raises(LayoutError, match="which does not show where tokens leave it"):
+    with pytest.raises(
+        LayoutError, match="which does not show where tokens leave it"
+    ):
         cut_blocks(model, Layout.parse("ep2"))

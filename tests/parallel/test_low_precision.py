@@ -43,7 +43,9 @@ def nearest(x: np.ndarray[Any, Any], form: str) -> np.ndarray[Any, Any]:
     size = np.minimum(np.abs(x), known[-1])
     above = np.searchsorted(known, size).clip(1, len(known) - 1)
     low, high = known[above - 1], known[above]
-    up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
+    up = (size - low > high - size) | (
+        (size - low == high - size) & (above % 2 == 0)
+    )
     return np.copysign(np.where(up, high, low), x)
 
 
@@ -58,7 +60,9 @@ def test_rows_are_rounded_by_the_formula_of_torchao(form: str) -> None:
     x = sample(7, 50)
     x[3] = 0.0
     got, most = rounded(x, form), values(form)[-1]
-    for row, numbers, scale in zip(x.numpy(), got.numbers, got.scales, strict=True):
+    for row, numbers, scale in zip(
+        x.numpy(), got.numbers, got.scales, strict=True
+    ):
         # torchao, float8_utils.py: amax in float64, the scale in float32, saturated.
         factor = np.float32(most / max(np.float64(np.abs(row).max()), 1e-12))
         want = nearest(np.float32(row * factor), form)
@@ -71,10 +75,12 @@ def test_bits_are_those_of_ml_dtypes() -> None:
     formats = pytest.importorskip("ml_dtypes")
     x = sample(5, 64)
     got = rounded(x, E4M3)
-    scaled = x.numpy() * (448.0 / np.abs(x.numpy()).max(1, keepdims=True)).astype(
-        np.float32
+    scaled = x.numpy() * (
+        448.0 / np.abs(x.numpy()).max(1, keepdims=True)
+    ).astype(np.float32)
+    want = (
+        scaled.astype(np.float32).astype(formats.float8_e4m3fn).view(np.uint8)
     )
-    want = scaled.astype(np.float32).astype(formats.float8_e4m3fn).view(np.uint8)
     assert (got.numbers.view(torch.uint8).numpy() == want).all()
 
 
@@ -107,7 +113,9 @@ def test_microscaled_blocks_have_a_power_of_two(form: str) -> None:
     restored = got.restored(torch.float64)[:, :70].numpy()
     for row in range(6):
         for block in range(3):
-            part = x[row, 32 * block : 32 * block + 32].numpy().astype(np.float64)
+            part = (
+                x[row, 32 * block : 32 * block + 32].numpy().astype(np.float64)
+            )
             # OCP Microscaling Formats 1.0, 6.3: floor(log2(largest)) less the format's last exponent.
             scale = 2.0 ** (math.floor(math.log2(np.abs(part).max())) - last)
             assert float(got.scales[row, block].float()) == scale
@@ -117,7 +125,9 @@ def test_microscaled_blocks_have_a_power_of_two(form: str) -> None:
 
 @pytest.mark.parametrize("word", ["fp8", "fp8:tile", "mxfp8"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_number_that_is_not_finite_is_not_hidden(word: str, bad: float) -> None:
+def test_a_number_that_is_not_finite_is_not_hidden(
+    word: str, bad: float
+) -> None:
     matmul = matmul_named(word)
     assert matmul is not None
     x, w = sample(2, 3, 64), sample(8, 64, seed=1)
@@ -129,18 +139,29 @@ def test_a_number_that_is_not_finite_is_not_hidden(word: str, bad: float) -> Non
 
 @pytest.mark.parametrize("form", [E4M3, E5M2])
 def test_a_product_of_rows_is_that_of_scaled_mm(form: str) -> None:
-    a, b = rounded(sample(24, 160), form), rounded(sample(48, 160, seed=1), E4M3)
+    a, b = (
+        rounded(sample(24, 160), form),
+        rounded(sample(48, 160, seed=1), E4M3),
+    )
     scales = a.scales, b.scales.t().contiguous()
     kernel: Any = torch._scaled_mm
     want = kernel(a.numbers, b.numbers.t(), *scales, out_dtype=torch.float32)
-    torch.testing.assert_close(product(a, b, torch.float32), want, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        product(a, b, torch.float32), want, rtol=1e-6, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("word", MATMULS)
-def test_the_three_products_are_those_of_the_rounded_factors(word: str) -> None:
+def test_the_three_products_are_those_of_the_rounded_factors(
+    word: str,
+) -> None:
     matmul, traits = matmul_named(word), MATMULS[word]
     assert matmul is not None
-    x, w, g = sample(3, 40, 96), sample(80, 96, seed=1), sample(3, 40, 80, seed=2)
+    x, w, g = (
+        sample(3, 40, 96),
+        sample(80, 96, seed=1),
+        sample(3, 40, 80, seed=2),
+    )
 
     def wide(x: Tensor, form: str, *, weight: bool = False) -> Tensor:
         square = weight and traits.square
@@ -153,7 +174,9 @@ def test_the_three_products_are_those_of_the_rounded_factors(word: str) -> None:
     assert of_g == (E5M2 if "e5m2" in word else E4M3)
     forward = wide(x.flatten(0, 1), of_x) @ wide(w, of_x, weight=True).T
     into = wide(g.flatten(0, 1), of_g) @ wide(w.T, of_x, weight=True).T
-    weight = sum(wide(a.T, of_g) @ wide(b.T, of_x).T for a, b in zip(g, x, strict=True))
+    weight = sum(
+        wide(a.T, of_g) @ wide(b.T, of_x).T for a, b in zip(g, x, strict=True)
+    )
     for got, want in (
         (matmul.forward(x, w), forward.view(3, 40, 80)),
         (matmul.input_gradient(g, w), into.view(3, 40, 96)),
@@ -177,7 +200,9 @@ def half(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("word", ["fp8", "fp8:tile", "mxfp8"])
-@pytest.mark.parametrize("m, k, n", [(64, 256, 384), (200, 1152, 128), (128, 128, 256)])
+@pytest.mark.parametrize(
+    "m, k, n", [(64, 256, 384), (200, 1152, 128), (128, 128, 256)]
+)
 def test_kernels_get_what_they_take(
     word: str, m: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +215,9 @@ def test_kernels_get_what_they_take(
         def there(x: Any) -> Any:
             like = (x.shape, x.stride()) if isinstance(x, Tensor) else ()
             return (
-                torch.empty_strided(*like, dtype=x.dtype, device="cuda") if like else x
+                torch.empty_strided(*like, dtype=x.dtype, device="cuda")
+                if like
+                else x
             )
 
         with FakeTensorMode():
@@ -206,13 +233,18 @@ def test_kernels_get_what_they_take(
     assert low_precision._takes(a, b)
     assert low_precision._on_device(a, b, torch.float32).dtype == torch.float32
     batch = [rounded(sample(2, rows, k), E4M3, **options) for rows in (m, n)]
-    assert low_precision._on_device(batch[0], batch[1], torch.bfloat16).shape == (m, n)
+    assert low_precision._on_device(
+        batch[0], batch[1], torch.bfloat16
+    ).shape == (m, n)
     assert asked == 3 * [(m, n)]
     # A last run that is short is padded; rows are as they are.
     odd = rounded(sample(n, k - 8), E4M3, **options)
     assert low_precision._takes(odd, odd) == (traits.run > 0)
     if traits.run:
-        assert low_precision._on_device(odd, odd, torch.float32).shape == (n, n)
+        assert low_precision._on_device(odd, odd, torch.float32).shape == (
+            n,
+            n,
+        )
 
 
 def test_scales_of_blocks_are_in_the_order_of_torch_s_own_tests() -> None:
@@ -239,7 +271,9 @@ def test_a_gpu_without_such_products_is_refused(
             if word not in words.split():
                 refuse_without_kernels(word, gpu)
                 continue
-            with pytest.raises(LayoutError, match=rf"A100 has {has[0]}\.{has[1]}"):
+            with pytest.raises(
+                LayoutError, match=rf"A100 has {has[0]}\.{has[1]}"
+            ):
                 refuse_without_kernels(word, gpu)
     refuse_without_kernels("mxfp8", torch.device("cpu"))
     refuse_without_kernels("", gpu)
@@ -256,7 +290,8 @@ def test_kernels_of_this_gpu_give_what_is_emulated(word: str) -> None:
     matmul = matmul_named(word)
     assert matmul is not None
     x, w, g = (
-        sample(*size).bfloat16() for size in ((2, 256, 512), (384, 512), (2, 256, 384))
+        sample(*size).bfloat16()
+        for size in ((2, 256, 512), (384, 512), (2, 256, 384))
     )
     for name, args in (
         ("forward", (x, w)), ("input_gradient", (g, w)), ("weight_gradient", (x, g)),

@@ -51,7 +51,10 @@ class Attention(nn.Module):
 
     def __init__(self, *, start: float | None = None) -> None:
         super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.c_attn, self.c_proj = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         if start is not None:
             nn.init.constant_(self.c_proj.weight, start)
 
@@ -72,7 +75,9 @@ class Convolution(nn.Module):
     def __init__(self, kernel: int, dilation: int = 1) -> None:
         super().__init__()
         self.before = (kernel - 1) * dilation
-        self.conv = nn.Conv1d(WIDTH, WIDTH, kernel, dilation=dilation, groups=WIDTH)
+        self.conv = nn.Conv1d(
+            WIDTH, WIDTH, kernel, dilation=dilation, groups=WIDTH
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(F.pad(x.mT, (self.before, 0))).mT
@@ -116,7 +121,9 @@ MIXING: dict[str, Callable[[], nn.Module]] = {
     ),
 }
 TOKENWISE: dict[str, Callable[[], nn.Module]] = {
-    "MLP": lambda: nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH)),
+    "MLP": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH)
+    ),
     "LayerNorm": lambda: nn.LayerNorm(WIDTH),
     "RMSNorm": lambda: nn.RMSNorm(WIDTH),
     "softmax over features": lambda: Apply(lambda x: x.softmax(-1)),
@@ -134,9 +141,15 @@ def with_mixer(
 
     class Block(plain):  # type: ignore[misc, valid-type]
         def forward(
-            self, x: Tensor, *, positions: Tensor, documents: Tensor | None = None
+            self,
+            x: Tensor,
+            *,
+            positions: Tensor,
+            documents: Tensor | None = None,
         ) -> Tensor:
-            y: Tensor = super().forward(x, positions=positions, documents=documents)
+            y: Tensor = super().forward(
+                x, positions=positions, documents=documents
+            )
             mixer = getattr(self, "mixer", None)
             return y if mixer is None else y + mixer(x)
 
@@ -166,7 +179,8 @@ def test_what_mixes_tokens_outside_the_table_is_refused_by_name(
     model = with_mixer(MIXING[what])
     refuse_unfit(model, Layout.parse(layout))  # the table itself is in order
     with pytest.raises(
-        LayoutError, match=r"blocks\.0(\.mixer)?\b.* mixes tokens|fails in blocks"
+        LayoutError,
+        match=r"blocks\.0(\.mixer)?\b.* mixes tokens|fails in blocks",
     ):
         refuse_mixing(model, Layout.parse(layout))
     for other in ("", "dp4 zero3", "tp2", "pp2 1f1b:2"):
@@ -183,10 +197,13 @@ def test_what_works_token_by_token_is_taken_in_every_layout(what: str) -> None:
 def test_one_block_that_differs_from_the_others_is_tried_too() -> None:
     for kernel in (1, 4):
         wrong = mixing(
-            with_mixer(lambda k=kernel: Convolution(k), (2,)), Layout.parse("tp2 seq")
+            with_mixer(lambda k=kernel: Convolution(k), (2,)),
+            Layout.parse("tp2 seq"),
         )
         assert len(wrong) == (kernel > 1)
-        assert all(text.startswith("blocks.2.mixer (Convolution)") for text in wrong)
+        assert all(
+            text.startswith("blocks.2.mixer (Convolution)") for text in wrong
+        )
 
 
 def test_the_embedding_and_the_head_are_tried_as_the_blocks_are() -> None:
@@ -217,14 +234,19 @@ def test_models_of_our_own_and_the_example_are_taken_untried_and_tried(
         assert mixing(build_model(SHAPES[name]), Layout.parse(layout)) == ()
         there = example()
         with torch.device("meta"):
-            assert mixing(there.describe(there.Stranger()), Layout.parse(layout)) == ()
+            assert (
+                mixing(there.describe(there.Stranger()), Layout.parse(layout))
+                == ()
+            )
 
 
 def test_a_model_that_cannot_be_tried_is_refused_with_its_error() -> None:
     def broken(x: Tensor) -> Tensor:
         raise RuntimeError("needs a GPU")
 
-    (wrong,) = mixing(with_mixer(lambda: Apply(broken)), Layout.parse("tp2 seq"))
+    (wrong,) = mixing(
+        with_mixer(lambda: Apply(broken)), Layout.parse("tp2 seq")
+    )
     assert (
         "cannot be tried on one process: blocks.0.mixer: RuntimeError: needs a GPU"
         in wrong
@@ -254,7 +276,9 @@ def file(tmp_path: Path) -> str:
     text = FILE.read_text().replace("self.core", "self.mix")
     for name in ("query", "key", "value", "out"):
         for dims in ("heads embed", "kv embed", "embed heads"):
-            text = text.replace(f"{name}.weight : {dims}", f"{name}.weight : - -")
+            text = text.replace(
+                f"{name}.weight : {dims}", f"{name}.weight : - -"
+            )
     path = tmp_path / "own.py"
     path.write_text(text)
     return f"{path}:Stranger"
@@ -272,22 +296,42 @@ def test_check_train_verify_and_plan_refuse_it_before_a_rank_starts(
         ["check", layout, "--model", file],
         ["train", f"model={file}", "steps=1", "batch=2", "--layout", layout],
         ["verify", "--model", file, "--layouts", layout],
-        ["plan", "--model", file, "--cluster", "h100x2", "--explain", "tp2 seq bf16"],
+        [
+            "plan",
+            "--model",
+            file,
+            "--cluster",
+            "h100x2",
+            "--explain",
+            "tp2 seq bf16",
+        ],
     ):
         assert main(argv) == 2, argv
         said = capsys.readouterr().err
         assert (
-            "A trial of tp2 seq fails in blocks.0.attention.mix: RuntimeError" in said
+            "A trial of tp2 seq fails in blocks.0.attention.mix: RuntimeError"
+            in said
         )
         assert "use no seq" in said
         assert "Traceback" not in said
-    assert not Path("runs").exists() or not [*Path("runs").rglob("metrics.jsonl")]
+    assert not Path("runs").exists() or not [
+        *Path("runs").rglob("metrics.jsonl")
+    ]
 
 
 def test_a_plan_names_no_layout_that_the_model_refuses(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["plan", "--model", file, "--cluster", "h100x4", "--top", "50", "--json"]
+    argv = [
+        "plan",
+        "--model",
+        file,
+        "--cluster",
+        "h100x4",
+        "--top",
+        "50",
+        "--json",
+    ]
     assert main(argv) == 0
     figures = json.loads(capsys.readouterr().out)
     named = [
@@ -308,11 +352,15 @@ def test_what_is_refused_would_have_given_other_gradients_and_what_is_taken_does
 ) -> None:
     make = partial(with_mixer, MIXING.get(what) or TOKENWISE[what])
     monkeypatch.setattr(
-        importlib.import_module("phalanx.verify.verify"), "refuse_mixing", _allow
+        importlib.import_module("phalanx.verify.verify"),
+        "refuse_mixing",
+        _allow,
     )
     shape = make().shape
     assert shape is not None
-    (verdict,) = verify(shape, [Layout.parse("tp2 seq fp64")], steps=1, make=make)
+    (verdict,) = verify(
+        shape, [Layout.parse("tp2 seq fp64")], steps=1, make=make
+    )
     assert verdict.passed == (what in TOKENWISE)
 
 

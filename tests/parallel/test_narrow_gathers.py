@@ -35,7 +35,9 @@ def gathered(world: World, layout: Layout) -> list[tuple[torch.dtype, int]]:
     precision = Precision(
         BF16, torch.float32, torch.float32, matmul_named(layout.matmul)
     )
-    local = build_local(world, layout, model, program, precision=precision, poison=True)
+    local = build_local(
+        world, layout, model, program, precision=precision, poison=True
+    )
     executor = Executor(local, program, world.rank, AdamW())
     seen: list[tuple[torch.dtype, int]] = []
 
@@ -46,7 +48,9 @@ def gathered(world: World, layout: Layout) -> list[tuple[torch.dtype, int]]:
     for unit in local.every_unit:
         own: Any = unit.groups.gather
         own.all_gather = partial(gather, own)
-    executor.step(microbatches(batch_of(GQA, 0), layout, local.coordinates["dp"]), 1e-3)
+    executor.step(
+        microbatches(batch_of(GQA, 0), layout, local.coordinates["dp"]), 1e-3
+    )
     return sorted(seen, key=str)
 
 
@@ -79,9 +83,12 @@ def test_matrices_of_blocks_travel_as_bytes_and_the_rest_in_the_layout_s_precisi
 
 
 @pytest.mark.parametrize(
-    "text", ["dp3 zero3 fp8", "dp3 zero3 mxfp8", "dp3 zero3 offload:weights fp8:tile"]
+    "text",
+    ["dp3 zero3 fp8", "dp3 zero3 mxfp8", "dp3 zero3 offload:weights fp8:tile"],
 )
-def test_where_one_copy_does_not_serve_weights_travel_in_16_bits(text: str) -> None:
+def test_where_one_copy_does_not_serve_weights_travel_in_16_bits(
+    text: str,
+) -> None:
     assert {dtype for dtype, _ in on_ranks(text)} == {BF16}
 
 
@@ -97,7 +104,9 @@ def test_bytes_that_are_promised_are_those_of_8_bits(zero: int) -> None:
     (wide, home), (narrow, home_narrow) = sizes("fp8"), sizes("fp8:tile")
     size, shard = padded(NUMBERS, 3), padded(NUMBERS, 3) // 3 * 4
     squares = 7  # each matrix is less than one
-    beside = 2 * (2 * 16 + squares) + 4 * squares  # norms and largest numbers; scales
+    beside = (
+        2 * (2 * 16 + squares) + 4 * squares
+    )  # norms and largest numbers; scales
     if zero == 3:
         assert (wide, narrow) == (2 * size, size)
         assert (home, home_narrow) == (shard, shard + beside)

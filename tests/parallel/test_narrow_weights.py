@@ -52,7 +52,9 @@ def engine(world: World, layout: Layout, steps: int, lr: float) -> Account:
     model = build_model(SHAPE)
     program = program_of(model, layout)
     precision = precision_of(layout.precision)
-    local = build_local(world, layout, model, program, precision=precision, poison=True)
+    local = build_local(
+        world, layout, model, program, precision=precision, poison=True
+    )
     fp16 = layout.precision == "fp16"
     executor = Executor(
         local, program, world.rank, AdamW(), clip=CLIP,
@@ -62,7 +64,9 @@ def engine(world: World, layout: Layout, steps: int, lr: float) -> Account:
     for number, update in executor.updates.items():
         executor.updates[number] = _watched(update, local.units[number], seen)
     for step in range(steps):
-        own = microbatches(batch_of(SHAPE, step), layout, local.coordinates["dp"])
+        own = microbatches(
+            batch_of(SHAPE, step), layout, local.coordinates["dp"]
+        )
         result = executor.step(own, lr)
         assert result.norm is not None
         account.losses.append(result.loss / result.count)
@@ -133,16 +137,22 @@ class Plain:
         self.narrow = dict(self.model.named_parameters())
         self.scale = SCALE if dtype == torch.float16 else 1.0
         ours = build_model(SHAPE)
-        self.masters = {n: torch.nn.Parameter(start(ours, n, 0)) for n in self.narrow}
+        self.masters = {
+            n: torch.nn.Parameter(start(ours, n, 0)) for n in self.narrow
+        }
         decayed = [w for w in self.masters.values() if w.dim() > 1]
         others = [w for w in self.masters.values() if w.dim() == 1]
         groups = [
             {"params": decayed, "weight_decay": 0.1},
             {"params": others, "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=lr, betas=(0.9, 0.95), eps=1e-8
+        )
 
-    def step(self, number: int, shares: tuple[int, int]) -> tuple[float, float, Named]:
+    def step(
+        self, number: int, shares: tuple[int, int]
+    ) -> tuple[float, float, Named]:
         """The loss per target, the norm and the gradients of a step. `shares` are how many ranks
         the batch is cut over, and into how many microbatches on each."""
         batch = batch_of(SHAPE, number)
@@ -153,7 +163,9 @@ class Plain:
         total = 0.0
         for rows in np.array_split(np.arange(SHAPE.batch), shares[0]):
             for part in np.array_split(rows, shares[1]):
-                loss = self.model(**{name: x[part] for name, x in batch.items()})
+                loss = self.model(
+                    **{name: x[part] for name, x in batch.items()}
+                )
                 assert loss.dtype == torch.float32
                 loss.backward(torch.tensor(self.scale / count))
                 total += float(loss.detach())
@@ -209,16 +221,26 @@ def test_narrow_steps_are_those_of_plain_torch_with_float32_weights_and_sums(
     ranks = launch(engine, layout.ranks, layout, steps, lr, backend="threads")
     plain = Plain(DTYPES[word], lr)
     for step in range(steps):
-        before = {name: w.detach().clone() for name, w in plain.masters.items()}
+        before = {
+            name: w.detach().clone() for name, w in plain.masters.items()
+        }
         loss, norm, gradients = plain.step(step, CUTS[text])
-        assert sum(rank.losses[step] for rank in ranks) == pytest.approx(loss, rel=1e-6)
+        assert sum(rank.losses[step] for rank in ranks) == pytest.approx(
+            loss, rel=1e-6
+        )
         assert [rank.norms[step] for rank in ranks] == pytest.approx(
             [norm] * len(ranks), rel=1e-6
         )
-        assert off(whole([rank.gradients[step] for rank in ranks]), gradients) < 1e-6
+        assert (
+            off(whole([rank.gradients[step] for rank in ranks]), gradients)
+            < 1e-6
+        )
         after = whole([rank.weights[step] for rank in ranks])
         moved = {name: after[name] - w for name, w in before.items()}
-        wanted = {name: w.detach() - before[name] for name, w in plain.masters.items()}
+        wanted = {
+            name: w.detach() - before[name]
+            for name, w in plain.masters.items()
+        }
         # A float32 of about 1 is known to 6e-8, and moves by about lr.
         assert off(moved, wanted) < 1e-6 + 2e-7 / lr
         for name, master in plain.masters.items():

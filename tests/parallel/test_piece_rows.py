@@ -26,13 +26,17 @@ def _few_blocks(shape: Shape) -> Shape:
 
 
 @pytest.mark.parametrize("name", Shape.names())
-def test_the_rows_of_every_built_in_size_are_those_of_its_model(name: str) -> None:
+def test_the_rows_of_every_built_in_size_are_those_of_its_model(
+    name: str,
+) -> None:
     assert same_rows(_few_blocks(Shape.load(name))) >= 4
 
 
 @pytest.mark.parametrize("text", ["", "tp2 seq", "ep2"])
 @pytest.mark.parametrize("name", ["gqa", "experts", "latent"])
-def test_a_piece_takes_and_gives_what_its_row_says(name: str, text: str) -> None:
+def test_a_piece_takes_and_gives_what_its_row_says(
+    name: str, text: str
+) -> None:
     """The pieces of a rank, called one after the other on meta tensors as a step calls them."""
     shape, layout = SHAPES[name], Layout.parse(text)
     if legal(layout, shape):
@@ -43,7 +47,9 @@ def test_a_piece_takes_and_gives_what_its_row_says(name: str, text: str) -> None
     world = TallyWorld(0, layout.ranks)
     held = build_local(world, layout, model, program)
     ids = torch.zeros(2, 8, dtype=torch.long, device="meta")
-    batch = held.complete(dict.fromkeys(("tokens", "targets", "positions"), ids))
+    batch = held.complete(
+        dict.fromkeys(("tokens", "targets", "positions"), ids)
+    )
     bundle: dict[str, torch.Tensor] = {}
     for number, row in enumerate(rows):
         if "counts" in bundle:
@@ -53,7 +59,9 @@ def test_a_piece_takes_and_gives_what_its_row_says(name: str, text: str) -> None
                 layout.ep, 1, dtype=torch.long, device="meta"
             )
         assert {*row.takes} <= {*bundle}
-        beside = {key: value for key, value in bundle.items() if key not in row.takes}
+        beside = {
+            key: value for key, value in bundle.items() if key not in row.takes
+        }
         out = held.pieces[number].forward(0, dict(bundle), batch, keep=False)
         out.pop(CHOICES, None)  # these go to no piece: ranks add them up
         last = number == len(rows) - 1

@@ -30,7 +30,14 @@ GPT = Shape(
     norm="layer", positions="learned", gated=False, bias="all",
 )  # fmt: skip
 LLAMA = Shape(
-    "llama", layers=1, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=80, sequence=32
+    "llama",
+    layers=1,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=192,
+    vocab=80,
+    sequence=32,
 )
 ROWS = 3
 
@@ -52,7 +59,13 @@ def gradients(
     make = partial(build_model, SHAPES[name], dropout=0.2)
     program = moved(program_in(layout, make, setting))
     seen = launch(
-        train_layout, layout.ranks, layout, program, make, setting, backend="threads"
+        train_layout,
+        layout.ranks,
+        layout,
+        program,
+        make,
+        setting,
+        backend="threads",
     )
     (step,) = join(seen, 1).steps
     return step.gradients
@@ -99,10 +112,13 @@ def _early(program: Program) -> Program:
 @pytest.mark.parametrize(
     "text", ["dp2 tp2 seq accum:2", "pp2 zb-h1:3", "pp2 gpipe:3 zero1 dp2"]
 )
-def test_recomputation_that_a_pass_moves_is_done_where_it_stands(text: str) -> None:
+def test_recomputation_that_a_pass_moves_is_done_where_it_stands(
+    text: str,
+) -> None:
     layout = Layout.parse(f"{text} recompute:selective fp64")
     before, after = (
-        gradients(layout, "gqa", packed=False, moved=m) for m in (_early, lambda p: p)
+        gradients(layout, "gqa", packed=False, moved=m)
+        for m in (_early, lambda p: p)
     )
     assert before.keys() == after.keys()
     for weight, gradient in before.items():
@@ -116,18 +132,22 @@ def held(world: World, text: str, shape: Shape, dropout: float = 0.0) -> int:
     """Bytes that a block's forward leaves, its input and what says where tokens stand too."""
     layout = Layout.parse(text)
     model = build_model(shape, dropout=dropout)
-    piece = build_local(world, layout, model, program_of(model, layout)).pieces[1]
+    piece = build_local(
+        world, layout, model, program_of(model, layout)
+    ).pieces[1]
     places = layout.tp if layout.seq else 1
     with Live() as live:
         x = torch.randn(ROWS, shape.sequence // places, shape.hidden)
         batch = {"positions": torch.arange(shape.sequence).expand(ROWS, -1)}
         if dropout:
             batch["noise"] = batch["positions"]
-        selected: Selected | None = deque() if layout.recompute == "selective" else None
+        selected: Selected | None = (
+            deque() if layout.recompute == "selective" else None
+        )
         bundle = {"x": x}  # which the executor keeps
-        y = piece.forward(0, bundle, batch, keep=selected is None, selected=selected)[
-            "x"
-        ]
+        y = piece.forward(
+            0, bundle, batch, keep=selected is None, selected=selected
+        )["x"]
         del x, y
         return int(live.now)
 
@@ -160,7 +180,13 @@ def test_a_block_leaves_its_input_and_what_was_dear_and_will_be_asked_for(
 @pytest.mark.parametrize("text", ["tp1", "tp2", "tp2 seq"])
 def test_selective_leaves_less_than_none(text: str, shape: Shape) -> None:
     (none, *_), (selective, *_) = (
-        launch(held, Layout.parse(text).ranks, f"{text} {x}", shape, backend="threads")
+        launch(
+            held,
+            Layout.parse(text).ranks,
+            f"{text} {x}",
+            shape,
+            backend="threads",
+        )
         for x in ("", "recompute:selective")
     )
     assert selective < 0.8 * none
@@ -190,7 +216,10 @@ def _saved(x: Tensor) -> Tensor:
 
 def _gradient(call: Callable[..., Tensor], *, again: bool) -> Tensor:
     draw = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(4, 4, dtype=torch.float64, generator=draw) for _ in range(2))
+    x, w = (
+        torch.randn(4, 4, dtype=torch.float64, generator=draw)
+        for _ in range(2)
+    )
     x.requires_grad_()
     if again:
         selected: Selected = deque()
@@ -217,16 +246,22 @@ def _gradient(call: Callable[..., Tensor], *, again: bool) -> Tensor:
         lambda x, w: F.layer_norm(x + 2.0 * (x @ w), (4,)) + x @ w,
         lambda x, w: torch.where(x > 0, x @ w, 0.0).exp(),
         lambda x, w: _saved((x @ w) * x),
-        lambda x, w: F.scaled_dot_product_attention(*((x @ w)[None, None],) * 3)[0, 0],
+        lambda x, w: F.scaled_dot_product_attention(
+            *((x @ w)[None, None],) * 3
+        )[0, 0],
     ],
 )
 def test_what_is_asked_for_after_a_product_is_what_the_product_gave(
     call: Callable[..., Tensor],
 ) -> None:
-    assert torch.equal(_gradient(call, again=True), _gradient(call, again=False))
+    assert torch.equal(
+        _gradient(call, again=True), _gradient(call, again=False)
+    )
 
 
-def test_a_value_asked_for_unseen_is_not_a_number_instead_of_a_wrong_one() -> None:
+def test_a_value_asked_for_unseen_is_not_a_number_instead_of_a_wrong_one() -> (
+    None
+):
     assert _gradient(lambda x, w: _saved(x + x @ w), again=True).isnan().all()
 
 

@@ -49,13 +49,18 @@ def drawn(name: str, seed: int, size: torch.Size, shape: Shape) -> Tensor:
         return torch.zeros(size) if shape.norm == "rms1" else torch.ones(size)
     into_residual = last in ("wo", "down")
     return normal(
-        name, seed, size, 0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02
+        name,
+        seed,
+        size,
+        0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02,
     )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_weight_starts_as_a_draw_by_seed_and_name(name: str, seed: int) -> None:
+def test_every_weight_starts_as_a_draw_by_seed_and_name(
+    name: str, seed: int
+) -> None:
     model = build_model(SHAPES[name])
     for weight, parameter in model.weights.items():
         want = drawn(weight, seed, parameter.shape, SHAPES[name])
@@ -66,10 +71,14 @@ def test_every_weight_starts_as_a_draw_by_seed_and_name(name: str, seed: int) ->
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_no_two_weights_that_are_drawn_start_equal_nor_do_seeds(name: str) -> None:
+def test_no_two_weights_that_are_drawn_start_equal_nor_do_seeds(
+    name: str,
+) -> None:
     model = build_model(SHAPES[name])
     starts = {
-        (w, s): start(model, w, s).flatten() for w in model.weights for s in (0, 1)
+        (w, s): start(model, w, s).flatten()
+        for w in model.weights
+        for s in (0, 1)
     }
     random = {k: x for k, x in starts.items() if x.unique().numel() > 2}
     assert len(random) >= 2 * SHAPES[name].layers
@@ -93,11 +102,18 @@ def test_weights_of_a_user_s_own_model_start_so_too(seed: int) -> None:
 Parts = list[tuple[Entry, Tensor]]
 
 
-def held(world: World, layout: Layout, shape: Shape, seed: int) -> tuple[Parts, Parts]:
+def held(
+    world: World, layout: Layout, shape: Shape, seed: int
+) -> tuple[Parts, Parts]:
     """What a rank begins with: its part at home, and the weights as they are gathered."""
     model = build_model(shape)
     local = build_local(
-        world, layout, model, program_of(model, layout), seed=seed, precision=WIDE
+        world,
+        layout,
+        model,
+        program_of(model, layout),
+        seed=seed,
+        precision=WIDE,
     )
     homes, wholes = [], []
     for unit in local.units.values():
@@ -130,17 +146,28 @@ def test_ranks_of_a_layout_begin_with_their_parts_of_that_draw(
         held, layout.ranks, layout, shape, 3, backend="threads"
     ):
         for (weight, start_, stop, _), numbers in homes + wholes:
-            whole = drawn(weight.name, 3, torch.Size(weight.shape), shape).double()
+            whole = drawn(
+                weight.name, 3, torch.Size(weight.shape), shape
+            ).double()
             want = torch.zeros(weight.local, dtype=torch.float64)
             part = whole[weight.box]
             want[tuple(map(slice, part.shape))] = part
-            assert torch.equal(numbers, want.flatten()[start_:stop]), weight.name
+            assert torch.equal(numbers, want.flatten()[start_:stop]), (
+                weight.name
+            )
             found.add(weight.name)
     assert found == set(build_model(shape).weights)
 
 
 BIG = Shape(
-    "big", layers=2, hidden=320, heads=4, ffn=700, vocab=301, sequence=8, batch=4
+    "big",
+    layers=2,
+    hidden=320,
+    heads=4,
+    ffn=700,
+    vocab=301,
+    sequence=8,
+    batch=4,
 )
 MIXED = replace(BIG, ffn=96, experts=4, top_k=2, expert_ffn=530)
 
@@ -152,7 +179,9 @@ def tiled(name: str, seed: int, shape: Shape, size: torch.Size) -> Tensor:
         return drawn(name, seed, size, shape)
     flat = torch.full((size[:-1].numel(), size[-1]), math.nan)
     corners = [
-        (i, j) for i in range(0, len(flat), 256) for j in range(0, size[-1], 256)
+        (i, j)
+        for i in range(0, len(flat), 256)
+        for j in range(0, size[-1], 256)
     ]
     for number, (i, j) in enumerate(corners):
         tile = flat[i : i + 256, j : j + 256]
@@ -180,13 +209,16 @@ class Drawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def held_and_drawn(world: World, layout: Layout, shape: Shape) -> tuple[Any, int]:
+def held_and_drawn(
+    world: World, layout: Layout, shape: Shape
+) -> tuple[Any, int]:
     with Drawn() as mode:
         return held(world, layout, shape, 3), mode.count
 
 
 @pytest.mark.parametrize(
-    "text", ["", "dp4 zero3", "tp4 seq", "dp2 tp2 zero1", "pp2 1f1b:2", "ep2 tp2"]
+    "text",
+    ["", "dp4 zero3", "tp4 seq", "dp2 tp2 zero1", "pp2 1f1b:2", "ep2 tp2"],
 )
 @pytest.mark.parametrize("shape", [BIG, MIXED], ids=["dense", "experts"])
 def test_parts_of_matrices_of_several_tiles_are_those_of_the_whole(
@@ -199,25 +231,40 @@ def test_parts_of_matrices_of_several_tiles_are_those_of_the_whole(
         held, layout.ranks, layout, shape, 3, backend="threads"
     ):
         for (weight, start_, stop, _), numbers in homes + wholes:
-            whole = tiled(weight.name, 3, shape, torch.Size(weight.shape)).double()
+            whole = tiled(
+                weight.name, 3, shape, torch.Size(weight.shape)
+            ).double()
             want = torch.zeros(weight.local, dtype=torch.float64)
             part = whole[weight.box]
             want[tuple(map(slice, part.shape))] = part
-            assert torch.equal(numbers, want.flatten()[start_:stop]), weight.name
+            assert torch.equal(numbers, want.flatten()[start_:stop]), (
+                weight.name
+            )
 
 
 @pytest.mark.parametrize(
     "text", ["", "tp2", "dp2 tp2", "pp2 1f1b:2", "dp4 zero3", "dp2 tp2 zero1"]
 )
-def test_a_rank_draws_no_more_than_the_tiles_that_it_has_a_part_of(text: str) -> None:
+def test_a_rank_draws_no_more_than_the_tiles_that_it_has_a_part_of(
+    text: str,
+) -> None:
     layout = Layout.parse(text)
     shape = Shape(
-        "even", layers=2, hidden=512, heads=4, ffn=1024, vocab=1024, sequence=8, batch=4
+        "even",
+        layers=2,
+        hidden=512,
+        heads=4,
+        ffn=1024,
+        vocab=1024,
+        sequence=8,
+        batch=4,
     )
     for (homes, _), count in launch(
         held_and_drawn, layout.ranks, layout, shape, backend="threads"
     ):
-        own = sum(numbers.numel() for (w, *_), numbers in homes if len(w.shape) > 1)
+        own = sum(
+            numbers.numel() for (w, *_), numbers in homes if len(w.shape) > 1
+        )
         # A shard may begin and end within a row of tiles: of four pieces, 256 rows of 1,024 at each end.
         more = 4 * 2 * 256 * 1024 if layout.zero else 0
         assert own <= count <= own + more, (text, own, count)

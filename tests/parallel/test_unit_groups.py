@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, LayoutError, Rules, rules
-from phalanx.parallel import Model, Precision, build_model, groups, microbatches
+from phalanx.parallel import (
+    Model,
+    Precision,
+    build_model,
+    groups,
+    microbatches,
+)
 from phalanx.parallel.groups import UnitAxes, open_groups, unit_axes
 from phalanx.parallel.local import build_local
 from phalanx.train.executor import Executor
@@ -35,14 +41,19 @@ def trained(
     executor = Executor(held, program, world.rank, AdamW(), clip=0.5)
     for step in range(2):
         batch = batch_of(GQA, step, dtype=torch.float32)
-        executor.step(microbatches(batch, layout, held.coordinates["dp"]), 1e-2)
+        executor.step(
+            microbatches(batch, layout, held.coordinates["dp"]), 1e-2
+        )
     weights = {}
     for unit in held.units.values():
         unit.gather().wait()
-        weights |= {name: p.detach().clone() for name, p in unit.parameters.items()}
+        weights |= {
+            name: p.detach().clone() for name, p in unit.parameters.items()
+        }
         unit.drop()
     sizes = {
-        n: (u.groups.gather.size, u.groups.replica.size) for n, u in held.units.items()
+        n: (u.groups.gather.size, u.groups.replica.size)
+        for n, u in held.units.items()
     }
     world.clear()
     return sizes, weights
@@ -82,7 +93,9 @@ def test_units_of_one_model_sharded_over_different_ranks_train_as_one_process(
     sizes = {ALL: (4, 1), HALF: (2, 2), NONE: (1, 4)}
     want = one_process()
     for here, weights in ranks:
-        assert here == {unit: sizes[chosen[unit % len(chosen)]] for unit in here}
+        assert here == {
+            unit: sizes[chosen[unit % len(chosen)]] for unit in here
+        }
         assert weights.keys() == want.keys()
         for name, weight in weights.items():
             torch.testing.assert_close(
@@ -95,9 +108,19 @@ def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
 ) -> None:
     """As experts will be: what is cut over a part of dp is summed over the rest of it alone."""
     monkeypatch.setitem(rules.AXIS_OF, "ffn", "dp.shard")
-    pieces = tuple((name, nn.Linear(4, 4)) for name in ("dense", "expert", "mixed"))
-    lines = ["dense.weight : - -", "dense.bias : -", "expert.weight : ffn embed"]
-    lines += ["expert.bias : ffn", "mixed.weight : ffn embed", "mixed.bias : -"]
+    pieces = tuple(
+        (name, nn.Linear(4, 4)) for name in ("dense", "expert", "mixed")
+    )
+    lines = [
+        "dense.weight : - -",
+        "dense.bias : -",
+        "expert.weight : ffn embed",
+    ]
+    lines += [
+        "expert.bias : ffn",
+        "mixed.weight : ffn embed",
+        "mixed.bias : -",
+    ]
     model = Model(pieces, Rules.parse("\n".join(lines)))
     for text, dense, expert in (
         (
@@ -115,7 +138,8 @@ def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
         assert unit_axes(model, layout, 0) == dense
         assert unit_axes(model, layout, 1) == expert
         with pytest.raises(
-            LayoutError, match="weights of mixed are sharded over different axes"
+            LayoutError,
+            match="weights of mixed are sharded over different axes",
         ):
             unit_axes(model, layout, 2)
 
@@ -130,6 +154,8 @@ def test_a_tied_unit_alone_has_a_group_over_the_stages_that_use_it() -> None:
         world.clear()
         return ranks
 
-    for rank, (embedding, *others) in enumerate(launch(ties, 3, backend="threads")):
+    for rank, (embedding, *others) in enumerate(
+        launch(ties, 3, backend="threads")
+    ):
         assert embedding == ((0, 2) if rank != 1 else (1,))
         assert {*others} == {(rank,)}

@@ -15,7 +15,13 @@ from phalanx.comm.late import late
 from phalanx.comm.launch import launch
 from phalanx.comm.shm import ShmWorld
 from phalanx.layout import Layout, Shape
-from phalanx.parallel import Precision, build_model, cut_weights, microbatches, share
+from phalanx.parallel import (
+    Precision,
+    build_model,
+    cut_weights,
+    microbatches,
+    share,
+)
 from phalanx.parallel.data import PlainUnit
 from phalanx.parallel.local import build_local
 from phalanx.train.executor import Executor
@@ -27,12 +33,18 @@ GQA = SHAPES["gqa"]
 
 
 def train(
-    world: World, layout: Layout, precision: Precision, steps: int, shape: Shape = GQA
+    world: World,
+    layout: Layout,
+    precision: Precision,
+    steps: int,
+    shape: Shape = GQA,
 ) -> dict[str, object]:
     """A few steps; what the rank holds afterwards, and at most while it worked."""
     model = build_model(shape)
     program = program_of(model, layout)
-    held = build_local(world, layout, model, program, precision=precision, poison=True)
+    held = build_local(
+        world, layout, model, program, precision=precision, poison=True
+    )
     performer = Executor(held, program, world.rank, AdamW(), clip=1.0)
     losses = []
     for step in range(steps):
@@ -55,7 +67,9 @@ def train(
     )
     told = {
         "losses": losses,
-        "home": sum(u.home.numel() * u.home.itemsize for u in held.units.values()),
+        "home": sum(
+            u.home.numel() * u.home.itemsize for u in held.units.values()
+        ),
         "optimizer": optimizer,
         "made": dict(held.pool.made),
         "block": held.units[1].numel,
@@ -63,7 +77,9 @@ def train(
             u.numel - sum(torch.Size(w.local).numel() for w in u.order)
             for u in held.units.values()
         ),
-        "hash": hashlib.sha256(whole.detach().float().numpy().tobytes()).hexdigest(),
+        "hash": hashlib.sha256(
+            whole.detach().float().numpy().tobytes()
+        ).hexdigest(),
     }
     world.clear()
     return told
@@ -82,12 +98,16 @@ def test_bytes_per_rank_are_the_formula_to_within_padding(zero: int) -> None:
         assert 0 <= told["optimizer"] - 8 * parameters / shards <= 8 * spare
 
 
-@pytest.mark.parametrize("text", ["", "accum:3", "tp2", "recompute:all accum:2"])
+@pytest.mark.parametrize(
+    "text", ["", "accum:3", "tp2", "recompute:all accum:2"]
+)
 def test_a_gradient_that_is_nobody_elses_leaves_its_memory_to_the_next_forward(
     text: str,
 ) -> None:
     layout = Layout.parse(text)
-    for told in launch(train, layout.ranks, layout, Precision(), 2, backend="threads"):
+    for told in launch(
+        train, layout.ranks, layout, Precision(), 2, backend="threads"
+    ):
         # In place the weights are no buffers of the pool; of the gradients none is left.
         assert set(told["made"].values()) == {0}
 
@@ -95,7 +115,13 @@ def test_a_gradient_that_is_nobody_elses_leaves_its_memory_to_the_next_forward(
 def test_stage_3_holds_a_few_gathered_units_and_not_the_model() -> None:
     deep = replace(GQA, layers=12)
     for told in launch(
-        train, 4, Layout.parse("dp4 zero3"), Precision(), 2, deep, backend="threads"
+        train,
+        4,
+        Layout.parse("dp4 zero3"),
+        Precision(),
+        2,
+        deep,
+        backend="threads",
     ):
         # Two gathered blocks (one ahead) and three whole gradients (two on their way), of twelve.
         assert told["made"][told["block"], torch.float32] <= 5
@@ -151,13 +177,17 @@ def of_shared_memory(world: World, text: str) -> list[bool]:
     performer = Executor(held, program, world.rank, AdamW())
     performer.step(
         microbatches(
-            batch_of(GQA, 0, dtype=torch.float32), layout, held.coordinates["dp"]
+            batch_of(GQA, 0, dtype=torch.float32),
+            layout,
+            held.coordinates["dp"],
         ),
         1e-3,
     )
     assert isinstance(world, ShmWorld)
     flat = [u.home for u in held.units.values()]
-    flat += [buffer for waiting in held.pool.free.values() for buffer in waiting]
+    flat += [
+        buffer for waiting in held.pool.free.values() for buffer in waiting
+    ]
     return [world._shared.arena.place(buffer) >= 0 for buffer in flat]
 
 
@@ -224,7 +254,9 @@ def test_gradients_that_come_once_and_go_nowhere_are_left_to_autograd(
     text: str, plain: bool
 ) -> None:
     layout = Layout.parse(text)
-    for found in launch(kinds, layout.ranks, layout, Precision(), backend="threads"):
+    for found in launch(
+        kinds, layout.ranks, layout, Precision(), backend="threads"
+    ):
         assert found == {plain}
 
 

@@ -25,17 +25,35 @@ WIDTH = 2  # bytes of a number
 def block(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
     t, c = cut.tp, cut.cp
     tokens = rows * sequence / c
-    wide, narrow = s.heads * s.head_dim / t, max(1.0, s.kv_heads / t) * s.head_dim
-    cols = [(s.hidden, wide), (s.hidden, narrow), (s.hidden, narrow), (wide, s.hidden)]
-    cols += [(s.hidden, s.ffn / t)] * (2 if s.gated else 1) + [(s.ffn / t, s.hidden)]
+    wide, narrow = (
+        s.heads * s.head_dim / t,
+        max(1.0, s.kv_heads / t) * s.head_dim,
+    )
+    cols = [
+        (s.hidden, wide),
+        (s.hidden, narrow),
+        (s.hidden, narrow),
+        (wide, s.hidden),
+    ]
+    cols += [(s.hidden, s.ffn / t)] * (2 if s.gated else 1) + [
+        (s.ffn / t, s.hidden)
+    ]
     core = AttentionLoad(
-        rows, s.heads / t, max(1.0, s.kv_heads / t), sequence / c, sequence, s.head_dim
+        rows,
+        s.heads / t,
+        max(1.0, s.kv_heads / t),
+        sequence / c,
+        sequence,
+        s.head_dim,
     )
     whole = tokens / (t if cut.seq else 1)  # tokens of norms and residuals
     ups = 3 if s.gated else 2
-    moved = WIDTH * (whole * s.hidden * 16 + tokens * (ups * s.ffn / t + 4 * wide))
+    moved = WIDTH * (
+        whole * s.hidden * 16 + tokens * (ups * s.ffn / t + 4 * wide)
+    )
     kept = WIDTH * (
-        whole * s.hidden * 5 + tokens * ((ups + 1) * s.ffn / t + 2 * wide + 4 * narrow)
+        whole * s.hidden * 5
+        + tokens * ((ups + 1) * s.ffn / t + 2 * wide + 4 * narrow)
     )
     params = sum(a * b for a, b in cols) + 2 * s.hidden
     return PieceCost(
@@ -72,7 +90,9 @@ def _messages(
     elif cut.tp > 1:
         found += [MessageLoad("tp", "all_reduce", size)] * 2
     if cut.cp > 1:
-        found += [MessageLoad("cp", "send", 2 * WIDTH * tokens * narrow)] * (cut.cp - 1)
+        found += [MessageLoad("cp", "send", 2 * WIDTH * tokens * narrow)] * (
+            cut.cp - 1
+        )
     return tuple(found)
 
 
@@ -81,7 +101,9 @@ def embed(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
     out = WIDTH * tokens / (cut.tp if cut.seq else 1) * s.hidden
     load = Load((), (), 3 * WIDTH * tokens * s.hidden, 4)
     weights = s.vocab / cut.tp * s.hidden
-    return PieceCost(load, load, Load(), load, 0.0, 0.0, 8 * tokens, out, weights, out)
+    return PieceCost(
+        load, load, Load(), load, 0.0, 0.0, 8 * tokens, out, weights, out
+    )
 
 
 def head(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
@@ -98,12 +120,17 @@ def head(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
     )  # fmt: skip
 
 
-def pieces(s: Shape, cut: Layout, sequence: int, rows: float) -> tuple[PieceCost, ...]:
+def pieces(
+    s: Shape, cut: Layout, sequence: int, rows: float
+) -> tuple[PieceCost, ...]:
     """Embedding, one block, head."""
     return tuple(f(s, cut, sequence, rows) for f in (embed, block, head))
 
 
 def piece_kinds(s: Shape, cut: Layout, sequence: int) -> PieceKinds:
     """The same as functions of a microbatch's rows, of a model whose blocks are alike."""
-    each = (CostedPiece((partial(f, s, cut, sequence),)) for f in (embed, block, head))
+    each = (
+        CostedPiece((partial(f, s, cut, sequence),))
+        for f in (embed, block, head)
+    )
     return PieceKinds.equal_blocks(*each, s.layers)

@@ -54,7 +54,9 @@ def piece_costs(
 def _timed(
     texts: Iterable[str], truth: SoftwareProfile, slower: float = 1.0
 ) -> list[CostedRun]:
-    runs = [Measured(t, case_of(SHAPE, Layout.parse(f"{t} bf16"))) for t in texts]
+    runs = [
+        Measured(t, case_of(SHAPE, Layout.parse(f"{t} bf16"))) for t in texts
+    ]
     made = costed(runs, hardware_of(cluster("h100x8")), piece_costs, truth)
     return [
         replace(run, run=replace(run.run, seconds=slower * run.step(truth)))
@@ -121,7 +123,9 @@ def test_runs_that_are_all_far_slower_than_predicted_are_followed_all_the_same()
 def test_the_longest_path_is_as_long_as_the_simulated_step() -> None:
     profile = SoftwareProfile()
     for run in _timed(LAYOUTS, profile):
-        assert run.longest(profile)(profile) == pytest.approx(run.step(profile))
+        assert run.longest(profile)(profile) == pytest.approx(
+            run.step(profile)
+        )
         # Under other numbers another path may be longer, and none is longer than the step.
         other = SoftwareProfile(speed=0.5, traffic=0.2, host=5.0)
         assert run.longest(profile)(other) <= run.step(other) * (1 + 1e-9)
@@ -130,12 +134,15 @@ def test_the_longest_path_is_as_long_as_the_simulated_step() -> None:
 def test_without_a_measured_run_nothing_is_refitted() -> None:
     begin = SoftwareProfile(speed=0.9)
     runs = [
-        replace(x, run=replace(x.run, seconds=0.0)) for x in _timed(LAYOUTS[:2], begin)
+        replace(x, run=replace(x.run, seconds=0.0))
+        for x in _timed(LAYOUTS[:2], begin)
     ]
     assert calibrated(begin, runs)(None) == begin
 
 
-def test_a_stack_file_reads_back_as_the_stack_that_was_written(tmp_path: Path) -> None:
+def test_a_stack_file_reads_back_as_the_stack_that_was_written(
+    tmp_path: Path,
+) -> None:
     said = SoftwareProfile(speed=0.7, attention="scores")
     (tmp_path / "profile.toml").write_text(dump(said))
     assert profile(str(tmp_path / "profile.toml")) == said
@@ -144,7 +151,9 @@ def test_a_stack_file_reads_back_as_the_stack_that_was_written(tmp_path: Path) -
         profile(str(tmp_path / "profile.toml"))
 
 
-def _journal(folder: Path, *records: Mapping[str, object], torn: str = "") -> Path:
+def _journal(
+    folder: Path, *records: Mapping[str, object], torn: str = ""
+) -> Path:
     folder.mkdir()
     text = "".join(json.dumps(r) + "\n" for r in records)
     (folder / "metrics.jsonl").write_text(text + torn)
@@ -185,7 +194,9 @@ def test_a_run_that_only_warmed_up_is_refused_and_so_is_what_is_no_run(
         read_run(tmp_path / "nothing")
 
 
-def test_runs_of_other_models_or_sizes_of_the_world_are_estimated_apart() -> None:
+def test_runs_of_other_models_or_sizes_of_the_world_are_estimated_apart() -> (
+    None
+):
     other = replace(SHAPE, layers=4)
     cases = [
         case_of(SHAPE, Layout.parse("dp8")),

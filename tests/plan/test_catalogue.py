@@ -74,12 +74,16 @@ def test_every_number_has_a_source_and_every_source_a_number() -> None:
     for name, each in devices().items():
         stated = each.stated()
         assert len(stated) >= 3
-        assert not [place for place in stated if len(each.source(place)) < 10], name
+        assert not [
+            place for place in stated if len(each.source(place)) < 10
+        ], name
         for key in each.sources:
             assert any(
                 place == key or place.startswith(f"{key}.") for place in stated
             ), (name, key)
-    assert all(len(x.source) > 5 for x in (*links().values(), *clusters().values()))
+    assert all(
+        len(x.source) > 5 for x in (*links().values(), *clusters().values())
+    )
 
 
 def test_h100_from_the_inside() -> None:
@@ -101,7 +105,12 @@ def test_llama_3_s_cluster_adds_up() -> None:
     assert totals["matrix_cores"] / 1e6 == pytest.approx(13, abs=0.05)
     assert totals["memory"] / 2**50 == 1.875
     assert totals["flops"] / 1e18 == pytest.approx(24.3, abs=0.05)
-    assert [round(level.bandwidth / 1e9) for level in llama.levels] == [450, 50, 50, 7]
+    assert [round(level.bandwidth / 1e9) for level in llama.levels] == [
+        450,
+        50,
+        50,
+        7,
+    ]
 
 
 def test_links_are_as_sold() -> None:
@@ -114,7 +123,13 @@ def test_links_are_as_sold() -> None:
     }
     for name, speed in both.items():
         assert link(name).both / 1e9 == speed
-    one = {"pcie3": 15.75, "pcie4": 31.5, "pcie5": 63, "pcie6": 121, "pcie7": 242}
+    one = {
+        "pcie3": 15.75,
+        "pcie4": 31.5,
+        "pcie5": 63,
+        "pcie6": 121,
+        "pcie7": 242,
+    }
     one |= {"infiniband-ndr": 50, "ethernet-classic": 0.2, "ici-v5p": 300}
     for name, speed in one.items():
         assert link(name).bandwidth / 1e9 == pytest.approx(speed, rel=1e-3)
@@ -145,10 +160,18 @@ def test_a_cluster_is_the_first_devices_of_its_family() -> None:
     assert [x.size for x in cluster("llama3x3072").levels] == [8, 2, 192]
 
 
-def test_devices_without_a_cluster_are_joined_by_their_own_fastest_link() -> None:
+def test_devices_without_a_cluster_are_joined_by_their_own_fastest_link() -> (
+    None
+):
     pair = cluster("rtx-4090x2")
-    assert (pair.size, pair.kind.name, pair.name) == (2, "rtx-4090", "rtx-4090x2")
-    assert pair.levels[0].bandwidth == pytest.approx(31.5e9, rel=1e-3)  # PCIe 4 x16
+    assert (pair.size, pair.kind.name, pair.name) == (
+        2,
+        "rtx-4090",
+        "rtx-4090x2",
+    )
+    assert pair.levels[0].bandwidth == pytest.approx(
+        31.5e9, rel=1e-3
+    )  # PCIe 4 x16
     servers = cluster("rtx-4090x16")
     assert [level.size for level in servers.levels] == [8, 2]
     assert servers.levels[1].bandwidth == pytest.approx(
@@ -162,7 +185,9 @@ def test_the_hierarchy_gets_slower_and_larger_outward() -> None:
         assert len(places) == 6
         speeds = [place.bandwidth for place in places]
         assert speeds == sorted(speeds, reverse=True)
-    h100 = {place.name.split(",")[0]: place for place in hierarchy(device("h100"))}
+    h100 = {
+        place.name.split(",")[0]: place for place in hierarchy(device("h100"))
+    }
     assert h100["registers"].bytes == h100["L1 / shared"].bytes == 33 * 2**20
     assert h100["HBM3"].bandwidth == pytest.approx(3352e9, rel=1e-3)
     assert h100["server"].bandwidth == 900e9
@@ -205,7 +230,12 @@ def test_a_device_that_is_none_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     "name, told",
-    [("gb300", "reached_tflops"), ("b300", "chip"), ("gb300", "chip"), ("h20", "chip")],
+    [
+        ("gb300", "reached_tflops"),
+        ("b300", "chip"),
+        ("gb300", "chip"),
+        ("h20", "chip"),
+    ],
 )
 def test_a_number_that_no_maker_states_is_marked_as_assumed(
     name: str, told: str

@@ -14,7 +14,13 @@ from phalanx.plan import MachineError, cluster
 from phalanx.plan import interval as module
 from phalanx.plan.case import Case
 from phalanx.plan.hardware import hardware_of
-from phalanx.plan.interval import CAUSES, amounts, interval, widths, with_own_range
+from phalanx.plan.interval import (
+    CAUSES,
+    amounts,
+    interval,
+    widths,
+    with_own_range,
+)
 from phalanx.plan.profile import SoftwareProfile, profile, profiles
 
 SHAPE = Shape.load("8b")
@@ -30,11 +36,15 @@ def _amounts(
     parts: Mapping[str, float] = COMPUTING,
 ) -> dict[str, float]:
     case = Case(shape, Layout.parse(text), 1.0, sequence)
-    found = amounts(case, hardware_of(cluster(where)), what or profile("nemo"), parts)
+    found = amounts(
+        case, hardware_of(cluster(where)), what or profile("nemo"), parts
+    )
     return {name: amount for name, amount in found.items() if amount}
 
 
-def _range(where: str, text: str, what: SoftwareProfile) -> tuple[float, float]:
+def _range(
+    where: str, text: str, what: SoftwareProfile
+) -> tuple[float, float]:
     case = Case(SHAPE, Layout.parse(text), 1.0, 8192)
     found = interval(case, hardware_of(cluster(where)), what, COMPUTING)
     return found.low, found.high
@@ -50,16 +60,28 @@ def test_each_cause_applies_where_it_is_told_and_nowhere_else() -> None:
     assert _amounts("h100x64", "dp64 bf16")["scale"] == 3.0
     # doublings of a server
     assert _amounts("h100x64", "tp32 dp2 seq bf16")["tensor"] == 2.0
-    half = {"compute": 1.0, "tensor": 0.25, "data": 0.5, "pipe": 0.25, "bubble": 0.0}
+    half = {
+        "compute": 1.0,
+        "tensor": 0.25,
+        "data": 0.5,
+        "pipe": 0.25,
+        "bubble": 0.0,
+    }
     assert _amounts(parts=half)["messages"] == 0.5
 
 
-def test_what_nobody_measured_of_a_device_counts_by_its_part_of_the_work() -> None:
+def test_what_nobody_measured_of_a_device_counts_by_its_part_of_the_work() -> (
+    None
+):
     b200 = _amounts("b200x8")
     attention = (
         8192 * 4096 * 32 / (8192 * 4096 * 32 + SHAPE.active)
     )  # 6 s h l beside 6 N of a token
-    assert b200 == {"base": 1.0, "device": 1.0, "attention": pytest.approx(attention)}
+    assert b200 == {
+        "base": 1.0,
+        "device": 1.0,
+        "attention": pytest.approx(attention),
+    }
     assert _amounts("b200x8", sequence=1 << 18)["attention"] > 0.8
     # Scores in memory are matmuls, which were measured.
     assert "attention" not in _amounts(
@@ -92,7 +114,8 @@ def test_a_range_is_the_root_of_the_squares_of_its_causes_and_names_the_widest()
 
 def test_ranges_grow_with_what_is_unknown() -> None:
     known, unknown = (
-        _range("h100x8", "dp8 bf16", profile(name)) for name in ("nemo", "default")
+        _range("h100x8", "dp8 bf16", profile(name))
+        for name in ("nemo", "default")
     )
     assert unknown[0] < known[0] < 1 < known[1] < unknown[1]
     new = _range("b200x8", "dp8 bf16", profile("nemo"))
@@ -102,7 +125,9 @@ def test_ranges_grow_with_what_is_unknown() -> None:
     assert many[1] > known[1]
 
 
-def test_every_cause_has_a_width_and_every_device_of_the_list_is_catalogued() -> None:
+def test_every_cause_has_a_width_and_every_device_of_the_list_is_catalogued() -> (
+    None
+):
     for side in (widths().below, widths().above):
         assert set(side) == set(CAUSES)
         assert all(value > 0 for value in side.values())
@@ -176,7 +201,10 @@ def test_a_written_profile_brings_its_range_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "exact"), [(3, 1.638), (4, 1.533), (6, 1.440), (11, 1.363), (30, 1.310)]
+    ("degrees", "exact"),
+    [(3, 1.638), (4, 1.533), (6, 1.440), (11, 1.363), (30, 1.310)],
 )
-def test_students_quantile_is_that_of_tables(degrees: int, exact: float) -> None:
+def test_students_quantile_is_that_of_tables(
+    degrees: int, exact: float
+) -> None:
     assert module._student(degrees) == pytest.approx(exact, rel=0.01)

@@ -15,9 +15,17 @@ from phalanx.plan.piece_price import OpTime, PieceTimes, op_parts
 from phalanx.plan.price import Priced
 from phalanx.plan.profile import SoftwareProfile
 from phalanx.plan.step import Choice, choice
-from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product
+from phalanx.program import (
+    AttentionLoad,
+    Load,
+    MessageLoad,
+    PieceCost,
+    Product,
+)
 
-SLOW = Curve("all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2)
+SLOW = Curve(
+    "all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2
+)
 MACHINE = Machine(
     name="small", date="2026-01-31", method="by hand", device="CPU", kind="cpu", count=1, cores=4,
     memory=8e9, threads=2, launch=1e-6, stores=(Store("copy", 1e10),),
@@ -51,7 +59,9 @@ def test_a_dtype_that_nobody_measured_is_refused_with_the_command_that_measures_
         hardware_of_machine(MACHINE, 2).rates.product(Product(8, 8, 8), "bf16")
 
 
-def test_messages_take_what_their_curve_says_and_one_rank_alone_sends_none() -> None:
+def test_messages_take_what_their_curve_says_and_one_rank_alone_sends_none() -> (
+    None
+):
     group = hardware_of_machine(MACHINE, 4).network
     assert group.seconds("all_reduce", 1e6, 4, 1) == MACHINE.curve(
         "all_reduce", 4
@@ -110,7 +120,9 @@ def _shared_gpipe(
     return clock
 
 
-@pytest.mark.parametrize(("stages", "cores"), [(2, 1), (4, 2), (4, 1), (8, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("stages", "cores"), [(2, 1), (4, 2), (4, 1), (8, 2), (4, 4)]
+)
 def test_a_pipeline_on_shared_cores_lasts_as_long_as_playing_it_through(
     stages: int, cores: int
 ) -> None:
@@ -127,26 +139,40 @@ def _of_blocks(case: Case, block: PieceTimes, hardware: Hardware) -> Priced:
 
 def _pipeline(stages: int, machine: Machine) -> Choice:
     """GPipe over stages of one block that takes 1 and 2 seconds; messages take no time."""
-    shape = Shape(name="even", layers=stages, hidden=8, heads=1, vocab=8, sequence=8)
-    curves = tuple(replace(x, latency=0.0, bandwidth=1e30) for x in machine.curves)
+    shape = Shape(
+        name="even", layers=stages, hidden=8, heads=1, vocab=8, sequence=8
+    )
+    curves = tuple(
+        replace(x, latency=0.0, bandwidth=1e30) for x in machine.curves
+    )
     hardware = hardware_of_machine(replace(machine, curves=curves), stages)
     block = replace(NOTHING, forward=OpTime(1.0), input_gradient=OpTime(2.0))
     case = Case(shape, Layout.parse(f"pp{stages} gpipe:8 fp32"), 1.0, 8)
     return choice(_of_blocks(case, block, hardware))
 
 
-def test_where_every_rank_has_a_core_a_pipeline_takes_what_the_textbook_says() -> None:
+def test_where_every_rank_has_a_core_a_pipeline_takes_what_the_textbook_says() -> (
+    None
+):
     assert _pipeline(2, MACHINE).step == pytest.approx((8 + 1) * 3.0)
 
 
-def test_messages_take_the_time_of_a_core_that_would_compute_beside_them() -> None:
-    shape = Shape(name="even", layers=2, hidden=8, heads=1, vocab=8, sequence=8)
+def test_messages_take_the_time_of_a_core_that_would_compute_beside_them() -> (
+    None
+):
+    shape = Shape(
+        name="even", layers=2, hidden=8, heads=1, vocab=8, sequence=8
+    )
     cost = replace(NOTHING.cost, weights=1e8)
-    block = replace(NOTHING, forward=OpTime(1.0), input_gradient=OpTime(2.0), cost=cost)
+    block = replace(
+        NOTHING, forward=OpTime(1.0), input_gradient=OpTime(2.0), cost=cost
+    )
     case = Case(shape, Layout.parse("dp2 accum:1 fp32"), 1.0, 8)
     busy, idle = (
         choice(_of_blocks(case, block, hardware)).step
-        for two in [hardware_of_machine(replace(MACHINE, curves=MACHINE.curves[:1]), 2)]
+        for two in [
+            hardware_of_machine(replace(MACHINE, curves=MACHINE.curves[:1]), 2)
+        ]
         for hardware in (two, replace(two, cores=64))
     )
     one = MACHINE.curves[0].seconds(4e8)
@@ -183,7 +209,9 @@ def test_starting_a_kernel_takes_the_time_of_who_computes_it_on_a_cpu_and_is_hid
         )
         for hardware in (here, replace(here, cores=0))
     ]
-    product = here.rates.product(load.products[0], "fp32") / SoftwareProfile().speed
+    product = (
+        here.rates.product(load.products[0], "fp32") / SoftwareProfile().speed
+    )
     starts = 1000 * here.rates.launch
     assert times[0].total == pytest.approx(product + starts)
     assert times[1].total == pytest.approx(max(product, starts))
@@ -194,7 +222,9 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
 ):
     ring = Layout.parse("cp2 fp32")
     attention = AttentionLoad(1, 8, 8, 4096, 4096, 64)
-    load = Load((), (attention,), messages=(MessageLoad("cp.ring", "send", 4096.0),))
+    load = Load(
+        (), (attention,), messages=(MessageLoad("cp.ring", "send", 4096.0),)
+    )
     busy = hardware_of_machine(MACHINE, 2)
     idle = replace(busy, cores=4)
     shared = op_parts(load, busy, ring, "fp32", SoftwareProfile()).messages
@@ -202,8 +232,13 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
     # Each of two ranks carries what it sends and what it is sent, on the one core that it has.
     one = busy.network.seconds("send", 4096.0, 2, 1)
     assert shared.others == pytest.approx(2 * one)
-    assert op_parts(load, idle, ring, "fp32", SoftwareProfile()).messages.ring > 0.0
-    seen = op_parts(load, busy, ring, "fp32", SoftwareProfile()).under(local_profile())
+    assert (
+        op_parts(load, idle, ring, "fp32", SoftwareProfile()).messages.ring
+        > 0.0
+    )
+    seen = op_parts(load, busy, ring, "fp32", SoftwareProfile()).under(
+        local_profile()
+    )
     hidden = op_parts(load, idle, ring, "fp32", SoftwareProfile()).under(
         local_profile()
     )

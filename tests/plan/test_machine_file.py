@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.plan import Curve, Hidden, Machine, MachineError, Rate, Store, bus_factor
+from phalanx.plan import (
+    Curve,
+    Hidden,
+    Machine,
+    MachineError,
+    Rate,
+    Store,
+    bus_factor,
+)
 from phalanx.plan.curve import moved, steps
 
 MACHINE = Machine(
@@ -39,7 +47,9 @@ def test_floats_keep_six_digits() -> None:
 
 
 def test_all_mistakes_of_a_file_are_told_at_once() -> None:
-    text = MACHINE.text().replace("cores = 16", "coers = 16\nhost = 3\ncount = true")
+    text = MACHINE.text().replace(
+        "cores = 16", "coers = 16\nhost = 3\ncount = true"
+    )
     text = text.replace("count = 2\n", "").replace("m = 4096", 'm = "wide"', 1)
     with pytest.raises(MachineError) as told:
         Machine.parse(text, "machine.toml")
@@ -67,8 +77,12 @@ def test_a_machine_tells_its_best_rate_and_its_curves() -> None:
     assert MACHINE.entry is not None
     assert MACHINE.curve("all_reduce", 8) == MACHINE.curves[1]
     # The nearest size that was measured, with the steps of the size that is asked for.
-    assert MACHINE.curve("all_reduce", 16) == replace(MACHINE.curves[1], ranks=16)
-    assert MACHINE.curve("all_reduce", 4) == replace(MACHINE.curves[0], ranks=4)
+    assert MACHINE.curve("all_reduce", 16) == replace(
+        MACHINE.curves[1], ranks=16
+    )
+    assert MACHINE.curve("all_reduce", 4) == replace(
+        MACHINE.curves[0], ranks=4
+    )
     with pytest.raises(MachineError, match="no measured send"):
         MACHINE.curve("send", 2)
     with pytest.raises(MachineError, match="over gloo"):
@@ -77,9 +91,19 @@ def test_a_machine_tells_its_best_rate_and_its_curves() -> None:
 
 def test_bus_factors_are_what_a_rank_has_to_send() -> None:
     assert bus_factor("all_reduce", 4) == 2 * 3 / 4
-    for op in ("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather"):
+    for op in (
+        "reduce_scatter",
+        "all_gather",
+        "all_to_all",
+        "scatter",
+        "gather",
+    ):
         assert bus_factor(op, 4) == 3 / 4
-    assert [bus_factor(op, 4) for op in ("broadcast", "reduce", "send")] == [1, 1, 1]
+    assert [bus_factor(op, 4) for op in ("broadcast", "reduce", "send")] == [
+        1,
+        1,
+        1,
+    ]
     # An all-reduce is its two halves.
     for n in range(2, 9):
         halves = bus_factor("reduce_scatter", n) + bus_factor("all_gather", n)

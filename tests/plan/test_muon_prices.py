@@ -43,7 +43,9 @@ def _matrices(shape: Shape, layout: Layout) -> list[Matrices]:
     return [row_matrices(row) for row in staged_pieces(layout, shape).rows]
 
 
-@pytest.mark.parametrize("name", ["gqa", "gpt", "experts", "latent", "sinks", "mlp"])
+@pytest.mark.parametrize(
+    "name", ["gqa", "gpt", "experts", "latent", "sinks", "mlp"]
+)
 def test_a_shape_knows_the_matrices_of_its_models_blocks(name: str) -> None:
     shape = SHAPES[name]
     model = build_model(shape)
@@ -57,11 +59,15 @@ def test_a_shape_knows_the_matrices_of_its_models_blocks(name: str) -> None:
             for _ in range(w.shape[0] if w.dim() == 3 else 1)
         ]
         dense, routed = each[piece]
-        assert sorted(tuple(sorted(sides)) for sides in dense + routed) == sorted(found)
+        assert sorted(
+            tuple(sorted(sides)) for sides in dense + routed
+        ) == sorted(found)
 
 
 @pytest.mark.parametrize("trained", [{"lora_r": 2}, {"freeze": ("layers.1",)}])
-def test_weights_that_are_not_trained_have_no_owners(trained: dict[str, Any]) -> None:
+def test_weights_that_are_not_trained_have_no_owners(
+    trained: dict[str, Any],
+) -> None:
     """With LoRA Muon updates no matrix at all, and of frozen blocks none."""
     shape = replace(SHAPES["gqa"], **trained)
     layout = Layout.parse("dp2 zero1 bf16")
@@ -69,7 +75,9 @@ def test_weights_that_are_not_trained_have_no_owners(trained: dict[str, Any]) ->
     matrices = _matrices(shape, layout)
     model = build_model(shape)
     program = program_of(model, layout, StepOptions(whole_matrices=True))
-    exchanged = {op.piece for row in program.rows for op in row if op.kind == TO_OWNERS}
+    exchanged = {
+        op.piece for row in program.rows for op in row if op.kind == TO_OWNERS
+    }
     assert exchanged == {n for n, each in enumerate(matrices) if any(each)}
     assert 2 not in exchanged
     assert matrix_times(matrices[2], layout, hardware) == MatrixTimes()
@@ -96,7 +104,9 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_take_of_the_owners() -> None:
     found = launch(held, 4, layout, backend="threads")
     matrices = _matrices(SHAPES["gqa"], layout)
     for piece in range(4):
-        assert all(taken == moved for taken, moved in (each[piece] for each in found))
+        assert all(
+            taken == moved for taken, moved in (each[piece] for each in found)
+        )
         mean = sum(each[piece][0] for each in found) / 4
         assert 3 * mean * 4 == pytest.approx(
             matrix_bytes(matrices[piece + 1], layout, 4.0)
@@ -106,7 +116,8 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_take_of_the_owners() -> None:
 def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
     """At a rate of one, by hand: two ranks, one has the square, the other both halves."""
     assert assign_owners(
-        [orthogonal_work(4, 4), orthogonal_work(4, 2), orthogonal_work(4, 2)], 2
+        [orthogonal_work(4, 4), orthogonal_work(4, 2), orthogonal_work(4, 2)],
+        2,
     ) == [
         0,
         1,
@@ -133,9 +144,15 @@ def test_newton_schulz_is_counted_in_flops_and_bytes(
     moved = 5 * ((6 + 6 + 4) + (4 + 4 + 4) + (4 + 6 + 6))
     alone = Layout.parse("bf16")
     assert newton_schulz((((2, 3),), ()), alone) == (flops, 2 * moved)
-    assert newton_schulz((((3, 2),), ()), Layout(), cpu=True) == (flops, 4 * moved)
+    assert newton_schulz((((3, 2),), ()), Layout(), cpu=True) == (
+        flops,
+        4 * moved,
+    )
     three = (((2, 3),) * 3, ())
-    assert newton_schulz(three, Layout.parse("dp2 zero1")) == (2 * flops, 4 * moved)
+    assert newton_schulz(three, Layout.parse("dp2 zero1")) == (
+        2 * flops,
+        4 * moved,
+    )
     assert newton_schulz(((), ((2, 3),) * 4), Layout.parse("ep2")) == (
         2 * flops,
         4 * moved,
@@ -166,19 +183,27 @@ def test_a_plan_with_muon_takes_longer_updates_and_keeps_one_moment() -> None:
         for name in ("phalanx", "phalanx-muon")
     )
     assert muon.parts["update"] > plain.parts["update"]
-    assert muon.memory["optimizer"] == pytest.approx(plain.memory["optimizer"] * 8 / 12)
+    assert muon.memory["optimizer"] == pytest.approx(
+        plain.memory["optimizer"] * 8 / 12
+    )
 
 
-def test_a_plan_of_a_run_file_has_the_optimizer_of_the_run(tmp_path: Path) -> None:
+def test_a_plan_of_a_run_file_has_the_optimizer_of_the_run(
+    tmp_path: Path,
+) -> None:
     plain, file = "model = 'tiny'\n", tmp_path / "run.toml"
     file.write_text(plain)
     assert request(str(file), "h100x8").profile.name == "phalanx"
     file.write_text(f"{plain}[optimizer]\nname = 'muon'\n")
     assert request(str(file), "h100x8").profile == profile("phalanx-muon")
-    assert request(str(file), "h100x8", profile="default").profile == profile("default")
+    assert request(str(file), "h100x8", profile="default").profile == profile(
+        "default"
+    )
     # On this machine: two averages of float32 are one.
     ours = (
-        profile_for(replace(hardware_of(cluster("h100x8")), cores=2), muon=muon)
+        profile_for(
+            replace(hardware_of(cluster("h100x8")), cores=2), muon=muon
+        )
         for muon in (False, True)
     )
     assert [each.optimizer_bytes for each in ours] == [8.0, 4.0]
@@ -191,13 +216,16 @@ def test_the_matrices_of_two_units_are_on_their_way_at_once() -> None:
         StepOptions(whole_matrices=True),
     )
     none = (0.0,) * 6
-    (peak,) = peaks(program, Sizes(none, none, matrices=(0.0, 3.0, 3.0, 3.0, 3.0, 0.0)))
+    (peak,) = peaks(
+        program, Sizes(none, none, matrices=(0.0, 3.0, 3.0, 3.0, 3.0, 0.0))
+    )
     assert peak.kinds["messages"] == peak.total == 6.0
 
 
 def test_experts_of_other_ranks_are_owned_by_these() -> None:
     """With ep a block is three pieces: what is dense, its experts, and what has no matrices."""
     together, apart = (
-        _matrices(SHAPES["experts"], Layout.parse(text)) for text in ("dp2", "ep2")
+        _matrices(SHAPES["experts"], Layout.parse(text))
+        for text in ("dp2", "ep2")
     )
     assert apart[2:5] == [(together[2][0], ()), ((), together[2][1]), ((), ())]

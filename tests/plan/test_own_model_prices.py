@@ -70,11 +70,16 @@ def test_the_program_that_is_priced_is_the_one_that_runs(
     assert planned.tied == ran.tied
 
 
-def test_its_weights_are_those_that_torch_counts(name: str, model: Model) -> None:
+def test_its_weights_are_those_that_torch_counts(
+    name: str, model: Model
+) -> None:
     layout = Layout.parse("pp2 1f1b:3 stages:2-2 bf16")
     choice = Pricer(request(name, "h100x2")).choose(layout)
     two = profile("phalanx").weight_bytes
-    sizes = [sum(p.numel() for p in module.parameters()) for _, module in model.pieces]
+    sizes = [
+        sum(p.numel() for p in module.parameters())
+        for _, module in model.pieces
+    ]
     words = model.weights["embed.words.weight"].numel()
     # The head uses the embedding's unit, of which the last stage holds a copy.
     held = [sum(sizes[:3]), sum(sizes[3:]) - words + sizes[0]]
@@ -97,7 +102,9 @@ def test_rows_that_are_kept_on_disk_are_those_of_the_model(
 
 
 def test_blocks_of_its_own_kinds_take_their_own_time(name: str) -> None:
-    times = Pricer(request(name, "h100x1")).times(Layout.parse("bf16"), 64.0, False)
+    times = Pricer(request(name, "h100x1")).times(
+        Layout.parse("bf16"), 64.0, False
+    )
     plain, frozen, wide = (times[piece] for piece in (1, 2, 3))
     assert frozen.forward == plain.forward
     assert frozen.backward < plain.backward

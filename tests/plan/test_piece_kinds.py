@@ -48,8 +48,12 @@ def _asked(
     )
 
 
-def _judged(shape: Shape, text: str, name: str = "h100x4", batch: int = 16) -> Choice:
-    (found,) = judge(_asked(shape, name, batch), [Layout.parse(f"{text} bf16")])
+def _judged(
+    shape: Shape, text: str, name: str = "h100x4", batch: int = 16
+) -> Choice:
+    (found,) = judge(
+        _asked(shape, name, batch), [Layout.parse(f"{text} bf16")]
+    )
     return found
 
 
@@ -75,7 +79,9 @@ def test_the_order_of_windows_changes_no_price(text: str) -> None:
 @pytest.mark.parametrize(
     "text", [*ONE_STAGE, "pp4 1f1b:8", "pp2 dp2 zero1 interleaved2:4"]
 )
-def test_equal_blocks_cost_the_same_however_their_window_is_written(text: str) -> None:
+def test_equal_blocks_cost_the_same_however_their_window_is_written(
+    text: str,
+) -> None:
     plain = _judged(SMALL, text)
     for windows in ((0,), (0, 0), (0,) * 8):
         found = _judged(replace(SMALL, windows=windows), text)
@@ -97,14 +103,16 @@ def _steps(shape: Shape, sequence: int) -> list[float]:
         ((128,), (128, 0), (0, 128), (0,)),
     )
     return [
-        judge(_asked(replace(shape, windows=each), "h100x8", 8, sequence), [text])[
-            0
-        ].step
+        judge(
+            _asked(replace(shape, windows=each), "h100x8", 8, sequence), [text]
+        )[0].step
         for each in windows
     ]
 
 
-def test_half_of_the_windows_take_the_time_halfway_between_none_and_all() -> None:
+def test_half_of_the_windows_take_the_time_halfway_between_none_and_all() -> (
+    None
+):
     every, half, swapped, none = _steps(replace(EXPERTS, sinks=True), 16384)
     assert none > 1.5 * every
     assert half == pytest.approx((every + none) / 2, rel=1e-3)
@@ -112,7 +120,9 @@ def test_half_of_the_windows_take_the_time_halfway_between_none_and_all() -> Non
 
 
 @pytest.mark.slow
-def test_gpt_oss_at_65536_tokens_is_priced_by_both_kinds_of_its_blocks() -> None:
+def test_gpt_oss_at_65536_tokens_is_priced_by_both_kinds_of_its_blocks() -> (
+    None
+):
     every, half, swapped, none = _steps(Shape.load("gpt-oss-20b"), 65536)
     assert (round(every, 1), round(none, 1)) == (6.1, 18.6)
     assert half == pytest.approx(12.4, abs=0.1)
@@ -157,7 +167,9 @@ def test_every_block_of_gemma_is_priced_by_its_own_window(kind: str) -> None:
     assert step(shape.windows[::-1]) == pytest.approx(own, rel=1e-3)
 
 
-def test_a_stage_takes_the_time_and_the_bytes_of_the_blocks_that_it_holds() -> None:
+def test_a_stage_takes_the_time_and_the_bytes_of_the_blocks_that_it_holds() -> (
+    None
+):
     """Two blocks with long attention beside two with short: one stage of each kind, or both in each."""
     long = replace(SMALL, layers=4, sequence=16384)
     apart = Pricer(_asked(replace(long, windows=(256, 256, 0, 0)), batch=8))
@@ -173,25 +185,41 @@ def test_a_stage_takes_the_time_and_the_bytes_of_the_blocks_that_it_holds() -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["pp2 dp2 1f1b:4 stages:3-5", "pp4 1f1b:4 stages:2-2-2-2", "pp4 ep2 1f1b:4"]
+    "text",
+    [
+        "pp2 dp2 1f1b:4 stages:3-5",
+        "pp4 1f1b:4 stages:2-2-2-2",
+        "pp4 ep2 1f1b:4",
+    ],
 )
 def test_each_stage_holds_the_weights_of_its_own_blocks(text: str) -> None:
     shape = MIXED["dense first"]
     ranks = 8 if "ep" in text else 4
     found = _judged(shape, text, f"h100x{ranks}")
-    pieces, two = staged_pieces(found.layout, shape), profile("phalanx").weight_bytes
+    pieces, two = (
+        staged_pieces(found.layout, shape),
+        profile("phalanx").weight_bytes,
+    )
     ep = found.layout.ep
     numbers = [
-        row.numel - row.routed_numel + row.routed_numel / ep for row in pieces.rows
+        row.numel - row.routed_numel + row.routed_numel / ep
+        for row in pieces.rows
     ]
-    wanted = [two * sum(numbers[piece] for piece in stage) for stage in pieces.stages]
-    assert [stage["weights"] for stage in found.stages] == pytest.approx(wanted)
+    wanted = [
+        two * sum(numbers[piece] for piece in stage) for stage in pieces.stages
+    ]
+    assert [stage["weights"] for stage in found.stages] == pytest.approx(
+        wanted
+    )
     assert len({round(each) for each in wanted}) > 1
 
 
 # The totals that are published, in units of their last digit.
 PUBLISHED = {
-    "124m": (124_439_808, 1),  # Radford et al. 2019: the weights of gpt2 on the hub
+    "124m": (
+        124_439_808,
+        1,
+    ),  # Radford et al. 2019: the weights of gpt2 on the hub
     "1b": (1_235_814_400, 1),  # the weights of Llama-3.2-1B on the hub
     "8b": (8_030_261_248, 1),  # of Meta-Llama-3-8B
     "70b": (70_553_706_496, 1),  # of Meta-Llama-3-70B
@@ -199,16 +227,24 @@ PUBLISHED = {
     "1t-gpt": (1008.0e9, 0.1e9),  # Narayanan et al. 2021, table 1
     "8x7b": (46_702_792_704, 1),  # the weights of Mixtral-8x7B-v0.1 on the hub
     "30b-a3b": (30_532_122_624, 1),  # of Qwen3-30B-A3B
-    "gpt-oss-20b": (20.91e9, 0.01e9),  # OpenAI 2025, the model card of gpt-oss, table 1
+    "gpt-oss-20b": (
+        20.91e9,
+        0.01e9,
+    ),  # OpenAI 2025, the model card of gpt-oss, table 1
     "gpt-oss-120b": (116.83e9, 0.01e9),
     "deepseek-v3": (
         671.0e9,
         0.1e9,
     ),  # DeepSeek-AI 2024, the technical report: without its MTP module
     # Our own, by hand: the sums of their weights.
-    "25m": (8 * (4 * 512 * 512 + 3 * 512 * 1376 + 2 * 512) + 2 * 256 * 512 + 512, 1),
+    "25m": (
+        8 * (4 * 512 * 512 + 3 * 512 * 1376 + 2 * 512) + 2 * 256 * 512 + 512,
+        1,
+    ),
     "tiny": (
-        4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 2 * 256 * 64 + 64,
+        4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)
+        + 2 * 256 * 64
+        + 64,
         1,
     ),
     "mlp": (4 * 1024 * 1024, 1),
@@ -216,7 +252,9 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", Shape.names())
-def test_the_weights_that_are_priced_are_those_that_are_published(name: str) -> None:
+def test_the_weights_that_are_priced_are_those_that_are_published(
+    name: str,
+) -> None:
     shape = Shape.load(name)
     total, digit = PUBLISHED[name]
     for text in ("", "dp2 ep2") if shape.experts else ("",):
@@ -228,7 +266,9 @@ def test_the_weights_that_are_priced_are_those_that_are_published(name: str) -> 
             piece.times.cost.weights - piece.times.cost.experts
             for piece in priced.pieces
         ]
-        routed = [piece.times.cost.experts * layout.ep for piece in priced.pieces]
+        routed = [
+            piece.times.cost.experts * layout.ep for piece in priced.pieces
+        ]
         assert [a + b for a, b in zip(held, routed, strict=True)] == [
             row.numel for row in rows
         ]
@@ -266,7 +306,9 @@ BOUNDED = MIXED | {"experts": EXPERTS, "adapters": replace(SMALL, lora_r=8)}
 
 @pytest.mark.parametrize("software", ["phalanx", "megatron-core"])
 @pytest.mark.parametrize("name", BOUNDED)
-def test_bounds_hold_for_blocks_of_several_kinds(name: str, software: str) -> None:
+def test_bounds_hold_for_blocks_of_several_kinds(
+    name: str, software: str
+) -> None:
     """Software that keeps rotated queries does so in blocks whose experts are apart, too."""
     asked = replace(_asked(BOUNDED[name]), profile=profile(software))
     pricer = Pricer(asked)
@@ -281,7 +323,9 @@ def test_bounds_hold_for_blocks_of_several_kinds(name: str, software: str) -> No
         assert screened.follow(i) <= found.step * (1 + 1e-9), layout
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
         near += screened.step[i] / found.step
-    assert near / len(sample) > 0.8  # a bound that says nothing screens nothing
+    assert (
+        near / len(sample) > 0.8
+    )  # a bound that says nothing screens nothing
 
 
 def test_screening_never_loses_the_best_layout_of_a_mixed_model() -> None:
@@ -304,11 +348,15 @@ def _every(screened: Screened) -> Iterable[int]:
 
 @pytest.mark.parametrize("sequence", [2048, 65536])
 @pytest.mark.parametrize("name", [x for x in Shape.names() if x != "mlp"])
-def test_no_prediction_exceeds_the_peak_of_a_device(name: str, sequence: int) -> None:
+def test_no_prediction_exceeds_the_peak_of_a_device(
+    name: str, sequence: int
+) -> None:
     """Every size of model on every device, and on one under every profile."""
     shape = Shape.load(name)
     asked = [_asked(shape, f"{each}x2", 2, sequence) for each in devices()]
-    asked += [replace(asked[0], profile=profile(other)) for other in profiles()]
+    asked += [
+        replace(asked[0], profile=profile(other)) for other in profiles()
+    ]
     for request in asked:
         precision = BF16 if request.hardware.peak.get(BF16) else FP16
         layout = Layout.parse(f"dp2 zero1 {precision}")

@@ -76,7 +76,9 @@ def known(cut: Layout, sequence: int, layers: int = 8) -> PieceKinds:
         )
         own = (core,) * (kind == "block")
         lines = (
-            [MessageLoad("tp", "all_reduce", 2 * tokens * h)] * 2 if cut.tp > 1 else []
+            [MessageLoad("tp", "all_reduce", 2 * tokens * h)] * 2
+            if cut.tp > 1
+            else []
         )
         lines += (
             [MessageLoad("cp.ring", "send", tokens * h)]
@@ -98,7 +100,10 @@ def known(cut: Layout, sequence: int, layers: int = 8) -> PieceKinds:
             weights=wide * h, edge=2 * tokens * h, selected=12 * tokens * h / cut.tp * selective,
         )  # fmt: skip
 
-    each = (CostedPiece((partial(piece, kind),)) for kind in ("embed", "block", "head"))
+    each = (
+        CostedPiece((partial(piece, kind),))
+        for kind in ("embed", "block", "head")
+    )
     return PieceKinds.equal_blocks(*each, layers)
 
 
@@ -207,7 +212,9 @@ def test_zero3_that_sends_once_a_step_is_never_better_than_a_lower_stage(
     for words, lower in pairs:
         high, low = (
             judged(
-                f"{mesh} {zero} {schedule} bf16", software=profile(software), batch=64
+                f"{mesh} {zero} {schedule} bf16",
+                software=profile(software),
+                batch=64,
             )
             for zero in (words, lower)
         )
@@ -237,7 +244,10 @@ def test_collectives_over_one_group_take_turns_and_replicas_have_links_of_their_
     assert ops.KINDS[ops.REDUCE_REPLICAS].lane not in joint_lanes(
         Layout.parse("dp2x8 zero3"), asked.hardware
     )
-    assert len(joint_lanes(Layout.parse("dp2x16 zero3"), hardware("h100x32"))) == 4
+    assert (
+        len(joint_lanes(Layout.parse("dp2x16 zero3"), hardware("h100x32")))
+        == 4
+    )
 
 
 def test_steps_that_roll_take_what_the_longest_stage_takes() -> None:
@@ -246,7 +256,10 @@ def test_steps_that_roll_take_what_the_longest_stage_takes() -> None:
     asked = request(
         "h100x4", software=replace(profile("phalanx"), rolls=True), layers=4
     )
-    for text, rolls in (("pp4 zb-h2:8 bf16", True), ("pp4 1f1b:8 bf16", False)):
+    for text, rolls in (
+        ("pp4 zb-h2:8 bf16", True),
+        ("pp4 1f1b:8 bf16", False),
+    ):
         layout = Layout.parse(text)
         case = Case(asked.shape, layout, 1.0, SEQUENCE)
         times = Pricer(asked).times(piece_layout(layout), 1.0, True)
@@ -262,19 +275,26 @@ def test_steps_that_roll_take_what_the_longest_stage_takes() -> None:
         made = ByKind.equal_blocks(embed, block, head, asked.shape.layers)
         priced = Priced(case, made, asked.hardware, asked.profile)
         found, path, costs = choice(priced), longest(priced), priced.costs()
-        assert found.step == pytest.approx(8 * 3 if rolls else 8 * 3 + 3 * 3, rel=0.01)
+        assert found.step == pytest.approx(
+            8 * 3 if rolls else 8 * 3 + 3 * 3, rel=0.01
+        )
         assert sum(
             often * costs.of(op, rank) for (rank, op), often in path.items()
         ) == (pytest.approx(found.step))
 
 
-def test_a_schedule_of_ones_own_is_planned_as_its_program_runs(tmp_path: Path) -> None:
+def test_a_schedule_of_ones_own_is_planned_as_its_program_runs(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "own.py"
     file.write_text(
         "from phalanx.program.schedules import f1b\n"
         "def same(stages, microbatches, chunks=1):\n    return f1b(stages, microbatches)\n"
     )
-    own, builtin = judged(f"dp4 pp4 {file}:same:8 bf16"), judged("dp4 pp4 1f1b:8 bf16")
+    own, builtin = (
+        judged(f"dp4 pp4 {file}:same:8 bf16"),
+        judged("dp4 pp4 1f1b:8 bf16"),
+    )
     assert own.step == pytest.approx(builtin.step)
     assert own.bytes == pytest.approx(builtin.bytes)
 
@@ -299,13 +319,20 @@ def test_the_first_rank_of_a_v_holds_embedding_and_head() -> None:
     two = profile("phalanx").weight_bytes
     bent = judged("dp4 pp4 zb-v:8 stages:1-1-1-1-1-1-1-1 bf16")
     straight = judged("dp4 pp4 zb-h1:8 stages:2-2-2-2 bf16")
-    assert bent.stages[0]["weights"] == pytest.approx(two * (embed + head + 2 * block))
+    assert bent.stages[0]["weights"] == pytest.approx(
+        two * (embed + head + 2 * block)
+    )
     assert bent.stages[3]["weights"] == pytest.approx(two * 2 * block)
-    assert straight.stages[3]["weights"] == pytest.approx(two * (head + 2 * block))
+    assert straight.stages[3]["weights"] == pytest.approx(
+        two * (head + 2 * block)
+    )
 
 
 def test_an_update_on_the_host_takes_longer_and_leaves_the_rest() -> None:
-    here, away = judged("dp16 zero1 bf16"), judged("dp16 zero1 offload:optimizer bf16")
+    here, away = (
+        judged("dp16 zero1 bf16"),
+        judged("dp16 zero1 offload:optimizer bf16"),
+    )
     assert away.parts["update"] > 5 * here.parts["update"]
     assert away.parts["compute"] == pytest.approx(here.parts["compute"])
     # updated weights come back to be gathered
@@ -316,7 +343,11 @@ def test_an_update_on_the_host_takes_longer_and_leaves_the_rest() -> None:
 # ---- bounds
 
 
-WORLDS = [("h100x4", 8, 4, 0.85), ("h100x8", 16, 4, 0.85), ("a100-80x8", 8, 4, 0.2)]
+WORLDS = [
+    ("h100x4", 8, 4, 0.85),
+    ("h100x8", 16, 4, 0.85),
+    ("a100-80x8", 8, 4, 0.2),
+]
 
 
 def _screened(
@@ -326,13 +357,18 @@ def _screened(
     return Screened(Space(asked), Pricer(asked))
 
 
-@pytest.mark.parametrize("frozen", [("embed", "layers.0-1"), ("head", "layers")])
+@pytest.mark.parametrize(
+    "frozen", [("embed", "layers.0-1"), ("head", "layers")]
+)
 def test_bounds_hold_where_pieces_are_frozen(frozen: tuple[str, ...]) -> None:
     screened = _screened("h100x4", 8, 4, 0.85, freeze=frozen)
     whole, less = _screened("h100x4", 8, 4, 0.85), 0
     for i in range(0, len(screened), max(1, len(screened) // 150)):
         layout = screened.layout(i)
-        found, all_ = screened.pricer.choose(layout), whole.pricer.choose(layout)
+        found, all_ = (
+            screened.pricer.choose(layout),
+            whole.pricer.choose(layout),
+        )
         assert screened.step[i] <= found.step * (1 + 1e-9), layout
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
         less += (
@@ -341,7 +377,9 @@ def test_bounds_hold_where_pieces_are_frozen(frozen: tuple[str, ...]) -> None:
     assert less
 
 
-def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> None:
+def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> (
+    None
+):
     shape = Shape.of({
         "layers": 2, "hidden": 512, "heads": 4, "vocab": 1000, "ffn": 512, "experts": 6, "top_k": 2,
         "expert_ffn": 8192, "sequence": 512,
@@ -350,7 +388,9 @@ def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> None
     space, pricer = Space(asked, recomputes=("none",)), Pricer(asked)
     screened = Screened(space, pricer)
     shared = [i for i in range(len(screened)) if screened.at(i)[1].grid.ep > 1]
-    assert {screened.at(i)[1].grid.ep for i in shared} == {2}  # 4 do not divide 6
+    assert {screened.at(i)[1].grid.ep for i in shared} == {
+        2
+    }  # 4 do not divide 6
     for i in shared[::3]:
         layout = screened.layout(i)
         assert not legal(layout, shape, batch=8)
@@ -358,7 +398,9 @@ def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> None
         assert screened.step[i] <= found.step * (1 + 1e-9), layout
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
     assert not any(
-        screened.layout(i).overlap for i in range(len(screened)) if i not in shared
+        screened.layout(i).overlap
+        for i in range(len(screened))
+        if i not in shared
     )
     # Three of the experts on each rank, which are nearly all of the model.
     whole = judge(asked, [Layout.parse("dp4 bf16")])[0].memory["weights"]
@@ -394,7 +436,9 @@ def test_bounds_hold_where_tokens_travel_beside_computing() -> None:
     }
     for i in [*beside][:: max(1, len(beside) // 200)]:
         layout, found = beside[i], pricer.choose(beside[i])
-        assert screened.step[i] <= screened.follow(i) <= found.step * (1 + 1e-9), layout
+        assert (
+            screened.step[i] <= screened.follow(i) <= found.step * (1 + 1e-9)
+        ), layout
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
     assert not any(
         x.overlap or x.schedule == DUALPIPE_V
@@ -415,7 +459,9 @@ def test_overlap_hides_what_travels_beside_the_backward_of_another_microbatch(
     texts = (f"ep2{words} accum:{count} bf16" for words in ("", " overlap"))
     apart, beside = judge(asked, [Layout.parse(text) for text in texts])
     network, tokens = hardware("h100x2").network, ROUTED.sequence
-    sent = 2.0 * tokens * ROUTED.top_k * ROUTED.hidden  # bytes of one microbatch
+    sent = (
+        2.0 * tokens * ROUTED.top_k * ROUTED.hidden
+    )  # bytes of one microbatch
     exchange = network.seconds("all_to_all", sent, 2, 1)
     hidden = 4 * (count - 1) * ROUTED.layers * exchange
     assert apart.step - beside.step == pytest.approx(hidden, rel=1e-6)
@@ -429,7 +475,9 @@ def test_overlap_is_not_chosen_where_a_rank_has_nothing_beside_which_tokens_trav
     asked = request_for(ROUTED, hardware("h100x4"), batch=4)
     plan = search(asked, top=10)
     assert any(x.layout.ep > 1 for x in plan.layouts)
-    assert not any(x.layout.overlap for x in plan.layouts if x.layout.microbatches == 1)
+    assert not any(
+        x.layout.overlap for x in plan.layouts if x.layout.microbatches == 1
+    )
     dense = Space(request())
     assert not any(
         p.overlap or p.schedule == DUALPIPE_V
@@ -446,10 +494,15 @@ def test_products_in_8_bits_are_tried_where_they_are_asked_for() -> None:
         replace(dense, hidden=8192, ffn=32768), hardware("h100x2"), batch=4
     )
     small = request_for(
-        replace(dense, hidden=64, head_dim=4, ffn=64), hardware("h100x2"), batch=4
+        replace(dense, hidden=64, head_dim=4, ffn=64),
+        hardware("h100x2"),
+        batch=4,
     )
     for asked, chosen in ((large, "fp8"), (small, "")):
-        plain, both = search(asked, top=1), search(replace(asked, matmul="fp8"), top=10)
+        plain, both = (
+            search(asked, top=1),
+            search(replace(asked, matmul="fp8"), top=10),
+        )
         assert both.layouts[0].layout.matmul == chosen
         assert not plain.layouts[0].layout.matmul
         (again,) = judge(asked, [Layout.parse(str(both.layouts[0].layout))])
@@ -462,16 +515,22 @@ def test_products_in_8_bits_are_tried_where_they_are_asked_for() -> None:
 
 
 def test_the_busiest_rank_is_that_with_the_most_tokens(tmp_path: Path) -> None:
-    shape = Shape.of({"layers": 1, "hidden": 8, "vocab": 9, "experts": 4, "top_k": 2})
+    shape = Shape.of(
+        {"layers": 1, "hidden": 8, "vocab": 9, "experts": 4, "top_k": 2}
+    )
     file = tmp_path / "counts.json"
     for counts, ep, times in (
         ([5, 5, 5, 5], 2, 1.0), ([0, 0, 7, 0], 2, 2.0), ([0, 0, 7, 0], 4, 4.0), ([1, 2, 3, 4], 2, 1.4),
         ([1, 2, 3, 4], 3, 2.1), ([9, 0, 0, 0], 1, 1.0),
     ):  # fmt: skip
         file.write_text(str(counts))
-        assert Routing.parse(str(file), shape).busiest(ep) == pytest.approx(times)
+        assert Routing.parse(str(file), shape).busiest(ep) == pytest.approx(
+            times
+        )
     # Of 1, 1/2, 1/3 and 1/4 the first two have 18 parts of 25.
-    assert Routing.parse("zipf:1", shape).busiest(2) == pytest.approx(2 * 18 / 25)
+    assert Routing.parse("zipf:1", shape).busiest(2) == pytest.approx(
+        2 * 18 / 25
+    )
     assert Routing.parse("balanced", shape).busiest(4) == 1.0
     for text, words in (
         ("[1, 2]", "not a list of 4 counts"),
@@ -494,7 +553,10 @@ def test_experts_with_all_tokens_take_as_long_as_with_twice_the_experts_of_a_tok
         "layers": 2, "hidden": 512, "heads": 4, "vocab": 64, "ffn": 512, "experts": 8, "top_k": 2,
         "expert_ffn": 4096, "sequence": 512,
     })  # fmt: skip
-    one, layout = Routing("all to one", ((1.0, *[0.0] * 7),)), Layout.parse("ep2 bf16")
+    one, layout = (
+        Routing("all to one", ((1.0, *[0.0] * 7),)),
+        Layout.parse("ep2 bf16"),
+    )
     even = request_for(shape, hardware("h100x2"), batch=8)
     busy, twice = (
         replace(even, routing=one),
@@ -509,7 +571,9 @@ def test_experts_with_all_tokens_take_as_long_as_with_twice_the_experts_of_a_tok
         for x in (found, wanted)
     ]
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-6)
-    least, middle, most = (judge(asked, [layout])[0] for asked in (even, busy, twice))
+    least, middle, most = (
+        judge(asked, [layout])[0] for asked in (even, busy, twice)
+    )
     assert 1.01 * least.step < middle.step <= most.step
     assert 1.1 * least.memory["activations"] < middle.memory["activations"]
     whole = [Layout.parse("dp2 bf16")]
@@ -540,7 +604,8 @@ def test_a_bound_never_exceeds_what_is_simulated_and_screening_never_loses_the_b
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "layers", "limit"), [*WORLDS[:2], ("h100x4", 16, 8, 0.85)]
+    ("name", "batch", "layers", "limit"),
+    [*WORLDS[:2], ("h100x4", 16, 8, 0.85)],
 )
 def test_bounds_hold_when_every_piece_is_costed_too(
     name: str, batch: int, layers: int, limit: float
@@ -557,12 +622,14 @@ def test_bounds_hold_when_every_piece_is_costed_too(
     for i in range(0, len(screened), max(1, len(screened) // 150)):
         found = pricer.choose(screened.layout(i))
         assert screened.step[i] <= found.step * (1 + 1e-9), screened.layout(i)
-        assert screened.bytes[i] <= found.bytes * (1 + 1e-9), screened.layout(i)
+        assert screened.bytes[i] <= found.bytes * (1 + 1e-9), screened.layout(
+            i
+        )
         # a bound that says nothing screens nothing
         assert screened.step[i] > 0.5 * found.step
         before = screened.step[i]
-        assert before <= screened.follow(i) <= found.step * (1 + 1e-9), screened.layout(
-            i
+        assert before <= screened.follow(i) <= found.step * (1 + 1e-9), (
+            screened.layout(i)
         )
         nearer += screened.step[i] > before * (1 + 1e-9)
     assert nearer > 10  # a schedule by itself says more than its parts
@@ -584,12 +651,16 @@ def test_candidates_come_in_the_order_of_bounds_that_grow_meanwhile() -> None:
     assert [queue.next(), queue.next()] == [3, -1]
 
 
-def test_candidates_are_legal_and_their_texts_parse_back_and_are_different() -> None:
+def test_candidates_are_legal_and_their_texts_parse_back_and_are_different() -> (
+    None
+):
     screened = _screened("h100x4", 4, 8, 0.85)
     layouts = [screened.layout(i) for i in range(len(screened))]
     assert len({str(x) for x in layouts}) == len(layouts)
     for layout in layouts[:: max(1, len(layouts) // 300)]:
-        assert not legal(layout, SHAPE, batch=4, sequence=SEQUENCE), str(layout)
+        assert not legal(layout, SHAPE, batch=4, sequence=SEQUENCE), str(
+            layout
+        )
         assert Layout.parse(str(layout)) == layout
         assert layout.ranks == 4
 
@@ -657,7 +728,9 @@ def test_every_family_without_a_pick_has_its_reason() -> None:
             best.layout.schedule
         }
         assert (
-            family in lost or family in mine or best.layout.mesh.of("dp.replicate") > 1
+            family in lost
+            or family in mine
+            or best.layout.mesh.of("dp.replicate") > 1
         )
     kinds = ("slower", "memory", "illegal", "pruned")
     assert all(r.reason and r.kind in kinds for r in lost.values())
@@ -690,7 +763,8 @@ def test_a_family_with_very_long_steps_is_told_by_its_bound(
     assert short.simulated < whole.simulated
     slower = [r for r in short.refused if r.kind == "slower"]
     assert any(
-        r.reason.startswith("at least") and " ms more for " in r.reason for r in slower
+        r.reason.startswith("at least") and " ms more for " in r.reason
+        for r in slower
     )
 
 
@@ -729,8 +803,12 @@ def test_nothing_fits_in_no_memory_and_the_plan_says_so() -> None:
     assert float(none.points[1].min()) > none.room
 
 
-def test_the_optimizer_leaves_the_device_only_where_nothing_else_fits() -> None:
-    least = float(search(request("h100x1", batch=1, limit=1e-4)).points[1].min())
+def test_the_optimizer_leaves_the_device_only_where_nothing_else_fits() -> (
+    None
+):
+    least = float(
+        search(request("h100x1", batch=1, limit=1e-4)).points[1].min()
+    )
     tight = 1.3 * least / hardware("h100x1").memory
     offloaded = search(request("h100x1", batch=1, limit=tight), top=1)
     assert "optimizer" in offloaded.layouts[0].layout.offload
@@ -763,20 +841,24 @@ def test_blocks_are_spread_as_even_as_can_be_with_more_in_the_middle() -> None:
     assert spread(126, 32) == (3, *[4] * 30, 3)
 
 
-def test_whole_experts_shared_over_tp_are_searched_and_their_bounds_hold() -> None:
+def test_whole_experts_shared_over_tp_are_searched_and_their_bounds_hold() -> (
+    None
+):
     asked = request_for(ROUTED, hardware("h100x4"), batch=16)
     space, pricer = Space(asked, recomputes=("none",)), Pricer(asked)
     screened = Screened(space, pricer)
-    whole = {i: x for i in range(len(screened)) if (x := screened.layout(i)).experts}
+    whole = {
+        i: x for i in range(len(screened)) if (x := screened.layout(i)).experts
+    }
     assert {(x.ep, x.tp, x.seq) for x in whole.values()} == {
         (1, 2, True), (1, 4, True), (2, 2, True),
     }  # fmt: skip
     for i in [*whole][::5]:
         assert not legal(whole[i], ROUTED, batch=16)
         found = pricer.choose(whole[i])
-        assert screened.step[i] <= screened.follow(i) <= found.step * (1 + 1e-9), whole[
-            i
-        ]
+        assert (
+            screened.step[i] <= screened.follow(i) <= found.step * (1 + 1e-9)
+        ), whole[i]
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), whole[i]
 
 
@@ -791,7 +873,10 @@ def test_ranks_that_share_experts_send_their_own_tokens_to_all_of_them(
     apart = Layout.parse(f"{text} bf16")
     layout = replace(apart, experts=("tp" if apart.seq else "cp",))
     asked = request_for(ROUTED, hardware(f"h100x{ranks}"), batch=layout.data)
-    costs, sizes = Pricer(asked).costs(layout), Pricer(asked).priced(layout).sizes
+    costs, sizes = (
+        Pricer(asked).costs(layout),
+        Pricer(asked).priced(layout).sizes,
+    )
     sent = 2.0 * ROUTED.sequence / 2 * ROUTED.top_k * ROUTED.hidden
     exchange = asked.hardware.network.seconds("all_to_all", sent, ranks, 1)
     assert costs.pieces[ops.EXCHANGE, 2] == pytest.approx(exchange)
@@ -799,7 +884,10 @@ def test_ranks_that_share_experts_send_their_own_tokens_to_all_of_them(
     copies = 2 if apart.cp > 1 else 1  # ranks of cp had all experts each
     numbers = ROUTED.experts * 3 * ROUTED.hidden * ROUTED.expert_ffn
     assert sum(cut.home) - sum(sizes.home) == pytest.approx(
-        (1 - 1 / copies) * ROUTED.layers * numbers * asked.profile.weight_bytes,
+        (1 - 1 / copies)
+        * ROUTED.layers
+        * numbers
+        * asked.profile.weight_bytes,
         rel=1e-3,
     )
 

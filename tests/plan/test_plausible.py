@@ -11,7 +11,12 @@ from by_hand import pieces
 from phalanx.layout import ByKind, Layout, Shape
 from phalanx.plan import cluster
 from phalanx.plan.case import Case
-from phalanx.plan.hardware import Hardware, Network, PredictionError, hardware_of
+from phalanx.plan.hardware import (
+    Hardware,
+    Network,
+    PredictionError,
+    hardware_of,
+)
 from phalanx.plan.piece_price import piece_parts
 from phalanx.plan.plausible import refuse_too_long, shortest_step
 from phalanx.plan.price import Priced, Units
@@ -53,7 +58,9 @@ def _priced(
         for cost in pieces(SHAPE, layout, SHAPE.sequence, 1.0)
     )
     case = Case(replace(SHAPE, tied=tied), layout, 1.0, SHAPE.sequence)
-    return Priced(case, ByKind.equal_blocks(e, b, h, SHAPE.layers), hardware, what)
+    return Priced(
+        case, ByKind.equal_blocks(e, b, h, SHAPE.layers), hardware, what
+    )
 
 
 @pytest.mark.parametrize("name", profiles())
@@ -72,7 +79,9 @@ def test_one_port_changes_nothing_within_a_server(words: str) -> None:
     assert choice(one).step == choice(_priced(words, profile("default"))).step
 
 
-def test_one_port_of_a_server_is_an_eighth_of_all_where_a_group_leaves_it() -> None:
+def test_one_port_of_a_server_is_an_eighth_of_all_where_a_group_leaves_it() -> (
+    None
+):
     layout = Layout.parse("dp64 zero3")
     hardware = hardware_of(cluster("h100x64"))
     size = 1e10
@@ -87,7 +96,9 @@ def test_one_port_of_a_server_is_an_eighth_of_all_where_a_group_leaves_it() -> N
 
 def test_a_group_that_no_link_joins_has_no_bandwidth() -> None:
     inside = hardware_of(cluster("h100x8")).network
-    with pytest.raises(PredictionError, match="no link joins a group of 2 ranks"):
+    with pytest.raises(
+        PredictionError, match="no link joins a group of 2 ranks"
+    ):
         inside.seconds("all_reduce", 1e9, 2, 8)
     with pytest.raises(PredictionError, match="no link joins"):
         Network(()).seconds("all_gather", 1e9, 8, 1)
@@ -99,7 +110,9 @@ class _Broken:
 
     time: float
 
-    def seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
+    def seconds(
+        self, op: str, size: float, ranks: float, apart: float
+    ) -> float:
         return self.time
 
 
@@ -109,7 +122,9 @@ def test_a_price_that_is_no_time_is_refused_as_our_mistake(
     words: str, time: float
 ) -> None:
     hardware = replace(hardware_of(cluster("h100x8")), network=_Broken(time))
-    with pytest.raises(PredictionError, match=r"impossible.*This is a bug in phalanx"):
+    with pytest.raises(
+        PredictionError, match=r"impossible.*This is a bug in phalanx"
+    ):
         choice(_priced(words, profile("default"), hardware))
 
 
@@ -120,17 +135,24 @@ def test_bytes_that_are_none_are_refused() -> None:
             choice(_priced("dp8 accum:2", what))
 
 
-def test_a_step_that_beats_the_peak_is_refused_unless_the_peak_was_measured() -> None:
+def test_a_step_that_beats_the_peak_is_refused_unless_the_peak_was_measured() -> (
+    None
+):
     fast = replace(profile("default"), slower=1e-3, host=0.0)
     hardware = hardware_of(cluster("h100x1"))
     with pytest.raises(
         PredictionError, match=r"an MFU of \d{3,}.*This is a bug in phalanx"
     ):
         choice(_priced("accum:2", fast, hardware))
-    assert choice(_priced("accum:2", fast, replace(hardware, measured=True))).step > 0
+    assert (
+        choice(_priced("accum:2", fast, replace(hardware, measured=True))).step
+        > 0
+    )
 
 
-def test_steps_of_more_than_a_day_are_refused_and_the_longest_part_is_named() -> None:
+def test_steps_of_more_than_a_day_are_refused_and_the_longest_part_is_named() -> (
+    None
+):
     priced = _priced("dp8 zero3 accum:2", profile("default"))
     found = choice(priced)
 
@@ -153,6 +175,8 @@ def test_steps_of_more_than_a_day_are_refused_and_the_longest_part_is_named() ->
 
 
 def test_a_timeline_that_never_ends_is_refused() -> None:
-    hardware = replace(hardware_of(cluster("h100x8")), network=_Broken(math.nan))
+    hardware = replace(
+        hardware_of(cluster("h100x8")), network=_Broken(math.nan)
+    )
     with pytest.raises(PredictionError, match="the timeline is makespan"):
         predicted(_priced("dp8 zero3 accum:2", profile("default"), hardware))

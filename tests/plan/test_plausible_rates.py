@@ -42,7 +42,11 @@ def _request(size: str, kind: str, sequence: int, profile: str) -> Request:
     hardware = hardware_of(cluster(kind), RANKS)
     formats = [name for name in (BF16, FP16) if name in hardware.peak]
     shape = Shape.load(size)
-    length = min(sequence, shape.sequence) if shape.positions == "learned" else sequence
+    length = (
+        min(sequence, shape.sequence)
+        if shape.positions == "learned"
+        else sequence
+    )
     return request_for(
         shape,
         hardware,
@@ -58,7 +62,10 @@ def _choices(request: Request, texts: Sequence[str]) -> Iterator[Choice]:
     for text, matmul in product(texts, words):
         layout = Layout.parse(f"{text} {request.precision} {matmul}")
         if not legal(
-            layout, request.shape, batch=request.batch, sequence=request.sequence
+            layout,
+            request.shape,
+            batch=request.batch,
+            sequence=request.sequence,
         ):
             yield from judge(request, [layout])
 
@@ -85,7 +92,9 @@ def test_no_kind_of_device_is_used_by_more_than_all_of_it() -> None:
     software, checked = cycle(PROFILES), 0
     for kind in _kinds():
         size, sequence = next(sizes)
-        checked += _holds(size, kind, sequence, next(software), [next(layouts)])
+        checked += _holds(
+            size, kind, sequence, next(software), [next(layouts)]
+        )
     assert checked >= len(_kinds())
 
 
@@ -116,7 +125,9 @@ def _of(
     return request, replace(choice, parts={"compute": step})
 
 
-def test_full_attention_is_left_out_where_it_counts_more_than_the_peak_allows() -> None:
+def test_full_attention_is_left_out_where_it_counts_more_than_the_peak_allows() -> (
+    None
+):
     request, slow = _of(1.0, windows=(8,))
     used = utilization(request, slow)
     assert used.mfu_full is not None
@@ -127,7 +138,9 @@ def test_full_attention_is_left_out_where_it_counts_more_than_the_peak_allows() 
     assert full > attention
     almost = full / request.hardware.peak[BF16]
     for times, there in ((1.01, True), (0.99, False)):
-        found = utilization(request, replace(slow, parts={"compute": times * almost}))
+        found = utilization(
+            request, replace(slow, parts={"compute": times * almost})
+        )
         assert (found.mfu_full is not None) == there
         assert ("full attention is omitted" in found.note) != there
         assert found.mfu < 1

@@ -21,7 +21,12 @@ from phalanx.plan.piece_price import (
     together,
 )
 from phalanx.plan.price import Priced, Units
-from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
+from phalanx.plan.profile import (
+    SoftwareProfile,
+    profile,
+    profile_named,
+    profiles,
+)
 from phalanx.plan.step import Choice, choice
 from phalanx.program import (
     AttentionLoad,
@@ -78,7 +83,9 @@ def _priced(
     return Priced(case, times, hardware, what)
 
 
-def test_a_large_square_product_runs_near_the_best_rate_that_was_measured() -> None:
+def test_a_large_square_product_runs_near_the_best_rate_that_was_measured() -> (
+    None
+):
     chip = Roofline(device("h100-sxm"))
     p = Product(16384, 16384, 16384)
     assert 0.9 < p.flops / chip.product(p, "bf16") / 794.5e12 <= 1.0
@@ -88,29 +95,38 @@ def test_a_product_with_one_row_is_bound_by_reading_its_weights() -> None:
     chip = Roofline(device("h100-sxm"))
     p = Product(1, 8192, 8192)
     assert (
-        chip.product(p, "bf16") >= 2 * 8192 * 8192 / device("h100-sxm").memory.bandwidth
+        chip.product(p, "bf16")
+        >= 2 * 8192 * 8192 / device("h100-sxm").memory.bandwidth
     )
 
 
 def test_a_tile_too_many_costs_a_whole_wave() -> None:
     chip = Roofline(device("a100-80"))
-    full = chip.product(Product(128 * 12, 4096, 256 * 9), "bf16")  # 108 tiles: one wave
+    full = chip.product(
+        Product(128 * 12, 4096, 256 * 9), "bf16"
+    )  # 108 tiles: one wave
     more = chip.product(Product(128 * 12, 4096, 256 * 9 + 256), "bf16")
     assert more > 1.2 * full * 10 / 9
 
 
 @pytest.mark.parametrize(("apart", "ranks"), [(1, 8), (8, 8), (1, 64)])
-def test_a_collective_is_never_faster_than_its_link(apart: int, ranks: int) -> None:
+def test_a_collective_is_never_faster_than_its_link(
+    apart: int, ranks: int
+) -> None:
     whole = cluster("h100x64")
     group = hardware_of(whole).network
     size = 4e9
     time = group.seconds("all_gather", size, ranks, apart)
     crosses = (ranks - 1) * apart >= 8  # a server
-    port = whole.levels[crosses].bandwidth * (8 if apart == 1 and ranks > 8 else 1)
+    port = whole.levels[crosses].bandwidth * (
+        8 if apart == 1 and ranks > 8 else 1
+    )
     assert size * (ranks - 1) / ranks / time <= port
 
 
-def test_a_group_across_servers_drives_a_port_for_each_of_its_members() -> None:
+def test_a_group_across_servers_drives_a_port_for_each_of_its_members() -> (
+    None
+):
     group = hardware_of(cluster("h100x64")).network
     packed = group.seconds("all_reduce", 1e9, 64, 1)
     spread = group.seconds("all_reduce", 1e9, 8, 8)
@@ -134,7 +150,9 @@ def test_an_all_reduce_in_a_server_takes_what_was_measured(
 @pytest.mark.parametrize(
     ("schedule", "m"), [("gpipe:8", 8), ("1f1b:8", 8), ("1f1b:16", 16)]
 )
-def test_a_pipeline_takes_what_the_textbook_says(schedule: str, m: int) -> None:
+def test_a_pipeline_takes_what_the_textbook_says(
+    schedule: str, m: int
+) -> None:
     """(p - 1) microbatches of ramp and m of the dearest stage (Narayanan et al. 2021, equation 1)."""
     found, (embed, block, head) = _one(f"pp4 {schedule} stages:2-2-2-2 bf16")
     middle = 2 * (block.forward.total + block.backward)
@@ -149,14 +167,22 @@ def test_a_pipeline_takes_what_the_textbook_says(schedule: str, m: int) -> None:
 
 def test_memory_is_what_zero_promises() -> None:
     numbers = SHAPE.total
-    for zero, each in ((0, 2 + 4 + 12), (1, 2 + 4 + 12 / 8), (2, 2 + 4 / 8 + 12 / 8)):
-        held = _one(f"dp8 zero{zero} accum:2 bf16" if zero else "dp8 accum:2 bf16")[
-            0
-        ].memory
+    for zero, each in (
+        (0, 2 + 4 + 12),
+        (1, 2 + 4 + 12 / 8),
+        (2, 2 + 4 / 8 + 12 / 8),
+    ):
+        held = _one(
+            f"dp8 zero{zero} accum:2 bf16" if zero else "dp8 accum:2 bf16"
+        )[0].memory
         states = held["weights"] + held["gradients"] + held["optimizer"]
         # Summed after every microbatch, a gradient is whole until it has been sent: at most two
         # are under way, and embedding and head are the largest.
-        slack = 4.0 * SHAPE.vocab * SHAPE.hidden * 3 if zero == 2 else 0.01 * numbers
+        slack = (
+            4.0 * SHAPE.vocab * SHAPE.hidden * 3
+            if zero == 2
+            else 0.01 * numbers
+        )
         assert states == pytest.approx(
             each * numbers, abs=slack + 0.02 * each * numbers
         )
@@ -197,7 +223,8 @@ def test_sums_over_tp_have_the_weights_of_which_ranks_have_parts(
     are summed where ranks have other tokens."""
     shape = replace(SHAPE, kv_heads=2)
     priced = replace(
-        _priced(text), case=Case(shape, Layout.parse(text), 1.0, SHAPE.sequence)
+        _priced(text),
+        case=Case(shape, Layout.parse(text), 1.0, SHAPE.sequence),
     )
     own = 2 * 64 * 1024 + norms
     network = hardware_of(cluster("h100x4")).network
@@ -235,13 +262,22 @@ def test_messages_beside_computing_slow_it_or_come_late() -> None:
     """Of 8 seconds of attention and 16 of products: a ring of four comes in four parts, the last of which
     is computed when all have come; so do the messages of eight ranks beside their products."""
     plain, beside = (
-        replace(BARE, speed=1.0, overlaps_tensor=flag) for flag in (False, True)
+        replace(BARE, speed=1.0, overlaps_tensor=flag)
+        for flag in (False, True)
     )
     empty = OpParts(16.0, 8.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    for sent, seen in ((2.0, SLOWED * 2.0), (8.0, 8.0 - 6.0), (80.0, 80.0 - 6.0)):
+    for sent, seen in (
+        (2.0, SLOWED * 2.0),
+        (8.0, 8.0 - 6.0),
+        (80.0, 80.0 - 6.0),
+    ):
         ring = replace(empty, messages=MessageSeconds(ring=sent), ring=4)
         assert ring.under(plain).total == pytest.approx(24.0 + seen)
-    for sent, seen in ((4.0, SLOWED * 4.0), (16.0, SLOWED * 16.0), (40.0, 40.0 - 14.0)):
+    for sent, seen in (
+        (4.0, SLOWED * 4.0),
+        (16.0, SLOWED * 16.0),
+        (40.0, 40.0 - 14.0),
+    ):
         tensor = replace(empty, messages=MessageSeconds(tensor=sent), group=8)
         assert tensor.under(plain).total == pytest.approx(24.0 + sent)
         assert tensor.under(beside).total == pytest.approx(24.0 + seen)
@@ -252,15 +288,21 @@ def test_a_block_as_one_takes_no_longer_than_its_parts() -> None:
     profile = replace(BARE, overlaps_tensor=True, speed=1.0)
     sent = [
         MessageSeconds(ring, tensor, gathered, others)
-        for ring, tensor, gathered, others in product((0.0, 0.5, 20.0), repeat=4)
+        for ring, tensor, gathered, others in product(
+            (0.0, 0.5, 20.0), repeat=4
+        )
     ]
     some = [
-        OpParts(products, attention, 1.0, 0.0, 2.0, 0.0, 0.0, each, ring=4, group=8)
+        OpParts(
+            products, attention, 1.0, 0.0, 2.0, 0.0, 0.0, each, ring=4, group=8
+        )
         for products, attention, each in product((0.0, 3.0), (0.0, 3.0), sent)
     ]
     for a, b in zip(some, some[::-1], strict=True):
         whole = together([a, b]).under(profile).total
-        assert whole <= (a.under(profile).total + b.under(profile).total) * (1 + 1e-12)
+        assert whole <= (a.under(profile).total + b.under(profile).total) * (
+            1 + 1e-12
+        )
 
 
 def test_recomputation_that_ends_early_makes_no_last_product_again() -> None:
@@ -278,10 +320,13 @@ def test_recomputation_that_ends_early_makes_no_last_product_again() -> None:
     assert all_of_it.step - part.step == pytest.approx(SHAPE.layers * last)
 
 
-def test_narrow_heads_cost_attention_less_before_its_third_generation() -> None:
+def test_narrow_heads_cost_attention_less_before_its_third_generation() -> (
+    None
+):
     rates = hardware_of(cluster("h100x8")).rates
     narrow, wide = (
-        AttentionLoad(1, 2048 / d, 2048 / d, 8192, 8192, d, 1, 2) for d in (64, 128)
+        AttentionLoad(1, 2048 / d, 2048 / d, 8192, 8192, d, 1, 2)
+        for d in (64, 128)
     )
 
     def slower(kernel: str) -> float:
@@ -289,7 +334,9 @@ def test_narrow_heads_cost_attention_less_before_its_third_generation() -> None:
             wide, "bf16", kernel
         )
 
-    assert slower("flash-2") == pytest.approx(189 / 171, rel=0.01)  # Dao 2023, figure 4
+    assert slower("flash-2") == pytest.approx(
+        189 / 171, rel=0.01
+    )  # Dao 2023, figure 4
     assert slower("flash-3") > 1.2
 
 
@@ -316,8 +363,12 @@ def test_the_newest_attention_kernel_of_a_new_device_is_a_part_of_its_best_matmu
     None
 ):
     b200 = device("b200").reached_tflops["bf16"] * 1e12
-    assert _attention_rate("b200", "flash-3") == pytest.approx(0.6 * b200, rel=0.01)
-    assert _attention_rate("b200", "flash-2") < 0.4 * _attention_rate("b200", "flash-3")
+    assert _attention_rate("b200", "flash-3") == pytest.approx(
+        0.6 * b200, rel=0.01
+    )
+    assert _attention_rate("b200", "flash-2") < 0.4 * _attention_rate(
+        "b200", "flash-3"
+    )
     # Kernels of makers without mma.sync, and of slow devices, are that part in every generation.
     assert _attention_rate("rtx-4090", "flash-2") == _attention_rate(
         "rtx-4090", "flash-3"
@@ -330,11 +381,17 @@ def test_a_format_that_was_not_measured_reaches_no_more_of_its_peak_than_those_t
     mi300x, a100 = Roofline(device("mi300x")), device("a100-80")
     measured = mi300x.reached("bf16") / mi300x.device.peak("bf16")
     assert measured == pytest.approx(668.4 / 1307.4, rel=1e-3)
-    assert mi300x.reached("fp8") / mi300x.device.peak("fp8") == pytest.approx(measured)
+    assert mi300x.reached("fp8") / mi300x.device.peak("fp8") == pytest.approx(
+        measured
+    )
     # A device that reaches more of a peak than is usual is not assumed to do so in other formats.
-    assert Roofline(a100).reached("tf32") == pytest.approx(0.75 * a100.peak("tf32"))
+    assert Roofline(a100).reached("tf32") == pytest.approx(
+        0.75 * a100.peak("tf32")
+    )
     unmeasured = replace(device("h100-sxm"), reached_tflops={})
-    assert Roofline(unmeasured).reached("bf16") == 0.75 * unmeasured.peak("bf16")
+    assert Roofline(unmeasured).reached("bf16") == 0.75 * unmeasured.peak(
+        "bf16"
+    )
 
 
 def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage() -> (
@@ -354,9 +411,13 @@ def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage
     assert seen.step - alone.step < 1.5 * sums
 
 
-def test_sends_that_do_not_overlap_take_the_time_of_the_stage_that_sends() -> None:
+def test_sends_that_do_not_overlap_take_the_time_of_the_stage_that_sends() -> (
+    None
+):
     plain, three = _one("pp2 1f1b:16 bf16")
-    seen, _ = _one("pp2 1f1b:16 bf16", what=replace(BARE, overlaps_sends=False))
+    seen, _ = _one(
+        "pp2 1f1b:16 bf16", what=replace(BARE, overlaps_sends=False)
+    )
     one = hardware_of(cluster("h100x2")).network.seconds(
         "send", three[1].cost.edge, 2, 1
     )
@@ -369,15 +430,21 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
 ) -> None:
     plain = replace(BARE, speed=faster, traffic=1 / faster)
     again = replace(plain, regathers=True)
-    whole, part = (_priced("tp8 seq", what=each).times[1] for each in (plain, again))
+    whole, part = (
+        _priced("tp8 seq", what=each).times[1] for each in (plain, again)
+    )
     # what each of two columns takes, in 16 bits
     size = 2 * SHAPE.sequence * SHAPE.hidden
     assert whole.cost.kept - part.cost.kept == pytest.approx(2 * size * 7 / 8)
     assert part.forward == whole.forward
     eight = hardware_of(cluster("h100x8"))
     sent = 2 * eight.network.seconds("all_gather", size, 8, 1)
-    cost = pieces(SHAPE, Layout.parse("tp8 seq"), SHAPE.sequence, 1.0)[1].input_gradient
-    products = sum(eight.rates.product(p, "fp32") for p in cost.products) / faster
+    cost = pieces(SHAPE, Layout.parse("tp8 seq"), SHAPE.sequence, 1.0)[
+        1
+    ].input_gradient
+    products = (
+        sum(eight.rates.product(p, "fp32") for p in cost.products) / faster
+    )
     extra = part.input_gradient.messages - whole.input_gradient.messages
     # They come late where they take longer than the products, and slow these where they do not.
     assert (sent > products) == (faster > 1)
@@ -386,10 +453,13 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
     assert len({each.cost.kept for each in without}) == 1
 
 
-def test_what_selective_recomputation_repeats_of_the_products_is_the_profiles() -> None:
+def test_what_selective_recomputation_repeats_of_the_products_is_the_profiles() -> (
+    None
+):
     text = "recompute:selective"
     none, half = (
-        _one(text, what=replace(BARE, repeats=part))[1][1] for part in (0.0, 0.5)
+        _one(text, what=replace(BARE, repeats=part))[1][1]
+        for part in (0.0, 0.5)
     )
     chip = Roofline(device("h100-sxm"))
     layout = Layout.parse(text)
@@ -407,10 +477,18 @@ def test_what_selective_recomputation_repeats_of_the_products_is_the_profiles() 
 def test_what_software_keeps_of_a_token_follows_from_its_kernels() -> None:
     """Of one block of a gated model, by hand: 2 bytes for each number, 2,048 tokens, over tp2."""
     shape = replace(
-        SHAPE, kv_heads=4, gated=True, positions="rope", norm="rms", bias="none"
+        SHAPE,
+        kv_heads=4,
+        gated=True,
+        positions="rope",
+        norm="rms",
+        bias="none",
     )
     cut = Layout.parse("tp2 seq bf16")
-    kinds, case = piece_kinds(shape, cut, shape.sequence), Case(shape, cut, 1.0, 2048)
+    kinds, case = (
+        piece_kinds(shape, cut, shape.sequence),
+        Case(shape, cut, 1.0, 2048),
+    )
 
     def kept(what: SoftwareProfile, piece: int) -> tuple[float, float]:
         cost = (
@@ -424,31 +502,54 @@ def test_what_software_keeps_of_a_token_follows_from_its_kernels() -> None:
     usual, _ = kept(plain, 1)
     # One kernel for gate and product keeps nothing between them; a value that is a view of the joint
     # product keeps queries and keys before they were rotated.
-    assert usual - kept(replace(plain, fused=True), 1)[0] == 2 * 2048 * 4096 / 2
-    assert kept(replace(plain, joint=True), 1)[0] - usual == 2 * 2048 * (1024 + 256) / 2
+    assert (
+        usual - kept(replace(plain, fused=True), 1)[0] == 2 * 2048 * 4096 / 2
+    )
+    assert (
+        kept(replace(plain, joint=True), 1)[0] - usual
+        == 2 * 2048 * (1024 + 256) / 2
+    )
     # Logits of 2,048 tokens and 16,000 words: a softmax in float32 takes two bytes more than they do,
     # made beside both; plain torch has the gradient and its like beside the softmax.
     logits = 2048 * 32000 / 2
     held, there = kept(plain, 2)
-    for loss, more, beside in (("beside", 0, 2), ("wide-over", 2, 6), ("wide", 2, 8)):
+    for loss, more, beside in (
+        ("beside", 0, 2),
+        ("wide-over", 2, 6),
+        ("wide", 2, 8),
+    ):
         found = kept(replace(plain, loss=loss), 2)
-        assert (found[0] - held, found[1] - there) == (more * logits, beside * logits)
+        assert (found[0] - held, found[1] - there) == (
+            more * logits,
+            beside * logits,
+        )
 
 
-def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> None:
+def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> (
+    None
+):
     """A block that moves 30 MB for a row of tokens beside the 10 bytes of each of 10 million weights."""
     cut = Layout.parse("tp2 bf16")
     embed, whole, head = piece_kinds(SHAPE, cut, SHAPE.sequence).values
 
     def block(rows: float) -> PieceCost:
-        return replace(whole(rows), input_gradient=Load(moved=1e8 + 3e7 * rows))
+        return replace(
+            whole(rows), input_gradient=Load(moved=1e8 + 3e7 * rows)
+        )
 
-    kinds = PieceKinds.equal_blocks(embed, CostedPiece((block,)), head, SHAPE.layers)
-    hardware, case = hardware_of(cluster("h100x2")), Case(SHAPE, cut, 2.0, 2048)
+    kinds = PieceKinds.equal_blocks(
+        embed, CostedPiece((block,)), head, SHAPE.layers
+    )
+    hardware, case = (
+        hardware_of(cluster("h100x2")),
+        Case(SHAPE, cut, 2.0, 2048),
+    )
 
     def moved(what: SoftwareProfile) -> float:
         inputs = (
-            parts_of(kinds, case, hardware, what, cut)[1].under(what).input_gradient
+            parts_of(kinds, case, hardware, what, cut)[1]
+            .under(what)
+            .input_gradient
         )
         return (
             inputs.device
@@ -460,32 +561,53 @@ def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> None:
     assert moved(plain) == pytest.approx(1e8 + 6e7)
     # What a compiler joins are operations on tokens.
     assert moved(replace(plain, fused=True)) == pytest.approx(1e8 + 3e7)
-    assert moved(replace(plain, fused=True, adding=6.0)) == pytest.approx(6e7 + 3e7)
-    assert moved(replace(plain, adding=0.0, traffic=2.0)) == pytest.approx(1.2e8)
+    assert moved(replace(plain, fused=True, adding=6.0)) == pytest.approx(
+        6e7 + 3e7
+    )
+    assert moved(replace(plain, adding=0.0, traffic=2.0)) == pytest.approx(
+        1.2e8
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_weights_in_squares_with_one_scale_are_gathered_in_8_bits(zero: int) -> None:
+def test_weights_in_squares_with_one_scale_are_gathered_in_8_bits(
+    zero: int,
+) -> None:
     (wide, _), (narrow, _) = (
         _one(f"dp8 zero{zero} bf16 {word}") for word in ("fp8", "fp8:tile")
     )
     # By hand: attention's four matrices of 1024 x 1024, and three of 1024 x 4096, in one byte less.
     matrices = 4 * 1024 * 1024 + 3 * 1024 * 4096
     kind, count = ("weights", 8) if zero == 1 else ("gathered", 1)
-    assert wide.memory[kind] - narrow.memory[kind] == pytest.approx(count * matrices)
-    hardware, layout = hardware_of(cluster("h100x8")), Layout.parse(f"dp8 zero{zero}")
-    found = Units(layout, hardware, BARE).of(matrices + 2048, narrow=matrices).gather
-    assert found == hardware.network.seconds("all_gather", matrices + 2 * 2048, 8, 1)
+    assert wide.memory[kind] - narrow.memory[kind] == pytest.approx(
+        count * matrices
+    )
+    hardware, layout = (
+        hardware_of(cluster("h100x8")),
+        Layout.parse(f"dp8 zero{zero}"),
+    )
+    found = (
+        Units(layout, hardware, BARE)
+        .of(matrices + 2048, narrow=matrices)
+        .gather
+    )
+    assert found == hardware.network.seconds(
+        "all_gather", matrices + 2 * 2048, 8, 1
+    )
     # Before it ranks agree on two norms and a number for each square of 128 x 128, all in 16 bits.
     costs = _priced(f"dp8 zero{zero} bf16 fp8:tile").costs().pieces
     size = 2 * (2048 + matrices / 128**2)
     assert costs[ops.AGREE_SCALES, 1] == hardware.network.seconds(
         "all_reduce", size, 8, 1
     )
-    assert costs[ops.AGREE_SCALES, 0] == 0.0  # the embedding is gathered in 16 bits
+    assert (
+        costs[ops.AGREE_SCALES, 0] == 0.0
+    )  # the embedding is gathered in 16 bits
 
 
-def test_a_bucket_is_the_most_of_a_piece_that_is_gathered_or_sent_at_once() -> None:
+def test_a_bucket_is_the_most_of_a_piece_that_is_gathered_or_sent_at_once() -> (
+    None
+):
     text, few = "dp8 zero3 bf16", 1e6
     whole, part = (
         _one(text, what=replace(BARE, bucket=n))[0].memory for n in (0.0, few)

@@ -51,7 +51,11 @@ def table(path: Path, rows: Iterable[dict[str, object]]) -> Path:
         writer.writeheader()
         for number, row in enumerate(rows):
             writer.writerow(
-                {**USUAL, "row_id": str(number), **{k: str(v) for k, v in row.items()}}
+                {
+                    **USUAL,
+                    "row_id": str(number),
+                    **{k: str(v) for k, v in row.items()},
+                }
             )
     return path
 
@@ -83,27 +87,36 @@ def measured_by(path: Path, truth, *, noise: float = 0.0) -> Path:
 
 def test_a_profile_that_made_the_times_is_found_again(tmp_path: Path) -> None:
     truth = replace(profile("default"), speed=0.7)
-    rows = read_table(measured_by(tmp_path / "t.csv", truth), replace(truth, speed=0.9))
+    rows = read_table(
+        measured_by(tmp_path / "t.csv", truth), replace(truth, speed=0.9)
+    )
     runs, _ = runs_of(rows, piece_costs)
     found = fit(runs[0].row.profile, runs)
     off = [abs(np.log(run.choice(found).step / run.measured)) for run in runs]
     assert np.median(off) < 0.03
-    assert all(low <= getattr(found, n) <= high for n, (low, high) in FITTED.items())
+    assert all(
+        low <= getattr(found, n) <= high for n, (low, high) in FITTED.items()
+    )
 
 
 def test_traffic_that_runs_of_many_kinds_are_fitted_with_is_held_where_it_is_costed(
     tmp_path: Path,
 ) -> None:
     truth = replace(profile("default"), traffic=2.0)
-    rows = read_table(measured_by(tmp_path / "t.csv", truth), profile("default"))
+    rows = read_table(
+        measured_by(tmp_path / "t.csv", truth), profile("default")
+    )
     runs, _ = runs_of(rows, piece_costs)
     free, held = (
-        fit(profile("default"), runs, physics=much).traffic for much in (0.0, 10.0)
+        fit(profile("default"), runs, physics=much).traffic
+        for much in (0.0, 10.0)
     )
     assert abs(held - 1) < 0.1 < free - 1
 
 
-def test_true_predictions_score_perfectly_and_wrong_ones_do_not(tmp_path: Path) -> None:
+def test_true_predictions_score_perfectly_and_wrong_ones_do_not(
+    tmp_path: Path,
+) -> None:
     truth = profile("default")
     path = measured_by(tmp_path / "t.csv", truth)
     perfect = _score(path, truth)
@@ -157,7 +170,9 @@ def test_pairs_that_repeats_of_one_layout_do_not_tell_apart_have_no_order(
         )
     alone = _score(table(tmp_path / "u.csv", said), truth)
     # Repeats that differ by 30 % say that none of this is an order.
-    again = [{**row, "step_time_s": 1.3 * float(row["step_time_s"])} for row in said]
+    again = [
+        {**row, "step_time_s": 1.3 * float(row["step_time_s"])} for row in said
+    ]
     both = _score(table(tmp_path / "v.csv", [*said, *again]), truth)
     assert alone["tau"] < 1.0
     assert both["tau"] > alone["tau"]
@@ -194,7 +209,11 @@ def test_out_of_memory_is_told_where_it_is_far_away(tmp_path: Path) -> None:
          "status": "oom"},
     ]  # fmt: skip
     found = _score(table(tmp_path / "t.csv", rows), profile("default"))
-    assert (found["oom_precision"], found["oom_recall"], found["oom_accuracy"]) == (
+    assert (
+        found["oom_precision"],
+        found["oom_recall"],
+        found["oom_accuracy"],
+    ) == (
         1.0,
         1.0,
         1.0,
@@ -218,13 +237,15 @@ def test_memory_is_compared_as_the_software_tells_it(tmp_path: Path) -> None:
     assert _score(told, first)["memory_error"] == pytest.approx(0, abs=1e-9)
     assert _score(told, plain)["memory_error"] > 0.1
     gib = table(tmp_path / "v.csv", [{**pipeline, "peak_mem_gb": own / 2**30}])
-    assert _score(gib, replace(first, logs_gib=True))["memory_error"] == pytest.approx(
-        0, abs=1e-9
-    )
+    assert _score(gib, replace(first, logs_gib=True))[
+        "memory_error"
+    ] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_row_without_the_sizes_of_its_model_says_so(tmp_path: Path) -> None:
-    (row,) = read_table(table(tmp_path / "runs.csv", [{**layouts()[0], "layers": ""}]))
+    (row,) = read_table(
+        table(tmp_path / "runs.csv", [{**layouts()[0], "layers": ""}])
+    )
     assert "layers or width" in row.why
 
 
@@ -238,7 +259,9 @@ def test_a_row_that_cannot_be_predicted_says_why(tmp_path: Path) -> None:
 
 
 def test_each_run_is_listed_with_its_error_and_the_parts_of_its_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan_score, "cached_costs", piece_costs)
     rows = [{**row, "step_time_s": 2.0} for row in layouts()[:3]]
@@ -247,7 +270,8 @@ def test_each_run_is_listed_with_its_error_and_the_parts_of_its_step(
     runs = json.loads(capsys.readouterr().out)["runs"]["made"]
     assert [run["measured_s"] for run in runs] == [2.0] * 3
     assert all(
-        sum(run["parts"].values()) == pytest.approx(run["held_out_s"]) for run in runs
+        sum(run["parts"].values()) == pytest.approx(run["held_out_s"])
+        for run in runs
     )
     assert plan_score.run(words) == 0
     told = capsys.readouterr().out
@@ -257,20 +281,27 @@ def test_each_run_is_listed_with_its_error_and_the_parts_of_its_step(
 
 
 def test_a_table_is_scored_with_numbers_that_were_not_fitted_on_it_and_after_some_of_its_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan_score, "cached_costs", piece_costs)
     monkeypatch.setattr(plan_calibrate, "cached_costs", piece_costs)
     # Software of the default numbers, on a machine whose computing is slower by a quarter.
     default = profile("default")
-    slower = replace(default, speed=0.8 * default.speed, traffic=1.25 * default.traffic)
+    slower = replace(
+        default, speed=0.8 * default.speed, traffic=1.25 * default.traffic
+    )
     path = measured_by(tmp_path / "t.csv", slower)
     words = [str(path), "--rows", "5", "--profile", "default", "--json"]
     assert plan_score.run(words) == 0
     (found,) = json.loads(capsys.readouterr().out)["families"]
     assert found["held_out"]["median"] > 0.1
     assert found["after_five"]["median"] < 0.04
-    assert plan_calibrate.run([*words, "--out", str(tmp_path / "profile.toml")]) == 0
+    assert (
+        plan_calibrate.run([*words, "--out", str(tmp_path / "profile.toml")])
+        == 0
+    )
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert sum(run["used"] for run in runs) == 5
     assert len(runs) == len(layouts())
@@ -326,7 +357,9 @@ def test_words_in_other_case_and_spelling_mean_what_a_person_reads(
         {"schedule": "ZB-V", "precision": "FP8 (rowwise)", "offload": "None"},
         {"pp": 1, "dp": 8, "schedule": "whatever"},
     ]
-    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said]))
+    rows = read_table(
+        table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])
+    )
     assert [row.why for row in rows] == [""] * 6
     cases = [row.case for row in rows if row.case]
     assert [case.dtype for case in cases] == ["fp8", "fp8", "", "", "", ""]
@@ -335,7 +368,11 @@ def test_words_in_other_case_and_spelling_mean_what_a_person_reads(
         "interleaved",
         "zb-v",
     ]
-    assert [case.layout.recompute for case in cases[:3]] == ["all", "selective", "none"]
+    assert [case.layout.recompute for case in cases[:3]] == [
+        "all",
+        "selective",
+        "none",
+    ]
     assert [case.layout.zero for case in cases[:3]] == [1, 3, 0]
     assert [case.layout.seq for case in cases[:2]] == [True, False]
     assert rows[3].batch == 1024
@@ -347,7 +384,9 @@ def test_a_run_out_of_memory_says_so_in_any_case_or_in_place_of_its_time(
 ) -> None:
     said = ({"status": "OOM", "step_time_s": ""}, {"status": "CUDA out of memory"},
             {"status": "", "step_time_s": "OOM"}, {"status": "crashed", "step_time_s": ""})  # fmt: skip
-    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said]))
+    rows = read_table(
+        table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])
+    )
     assert [row.out_of_memory for row in rows] == [True, True, True, False]
     assert [(row.step, row.why) for row in rows] == [(0.0, "")] * 4
     assert all(row.case for row in rows)
@@ -365,7 +404,9 @@ def test_words_of_mixed_precision_and_of_offload_mean_the_same_in_any_order(
         "bf16-mixed",
     )
     rows = read_table(
-        table(tmp_path / "t.csv", [{**GOOD, "precision": each} for each in said])
+        table(
+            tmp_path / "t.csv", [{**GOOD, "precision": each} for each in said]
+        )
     )
     assert [row.why for row in rows] == [""] * len(said)
     cases = [row.case for row in rows if row.case]
@@ -382,7 +423,9 @@ def test_words_of_mixed_precision_and_of_offload_mean_the_same_in_any_order(
 
 
 def test_a_format_without_a_price_leaves_its_row_out_and_the_others_are_scored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan_score, "cached_costs", piece_costs)
     said = ({}, {"precision": "NVFP4", "hardware": "B200"}, {"precision": "", "hardware": "V100-32GB"},
@@ -402,7 +445,19 @@ def test_a_format_without_a_price_leaves_its_row_out_and_the_others_are_scored(
 
 
 # What a cell may have in it. The first ones leave a number out or make it absurd.
-_ABSURD = ("", "nan", "-1", "0", "0.5", "1e-300", "1e18", "word", "nvfp4", "1/2", "(")
+_ABSURD = (
+    "",
+    "nan",
+    "-1",
+    "0",
+    "0.5",
+    "1e-300",
+    "1e18",
+    "word",
+    "nvfp4",
+    "1/2",
+    "(",
+)
 
 
 @pytest.mark.parametrize("more", [{}, {"dp": 1, "pp": 8, "schedule": "zb-v",
@@ -411,14 +466,17 @@ def test_no_cell_ends_the_scoring_of_a_table(
     tmp_path: Path, more: dict[str, object]
 ) -> None:
     base = {**GOOD, "global_batch": 4, "layers": 8, **more}
-    mutated = [{**base, column: text} for column in COLUMNS for text in _ABSURD]
+    mutated = [
+        {**base, column: text} for column in COLUMNS for text in _ABSURD
+    ]
     rows = read_table(table(tmp_path / "t.csv", mutated))
     runs, refused = runs_of(rows, piece_costs)
     families = defaultdict(list)
     for run in runs:
         families[run.row.family].append(run)
     held = {
-        name: held_out(profile("default"), own, 5) for name, own in families.items()
+        name: held_out(profile("default"), own, 5)
+        for name, own in families.items()
     }
     scores = score(runs, refused, rows, held=held)
     assert sum(each.predicted for each in scores) > len(mutated) / 4
@@ -430,7 +488,9 @@ def test_no_cell_ends_the_scoring_of_a_table(
         assert run.memory > 0
 
 
-def test_a_stage_without_a_block_is_predicted_where_steps_roll(tmp_path: Path) -> None:
+def test_a_stage_without_a_block_is_predicted_where_steps_roll(
+    tmp_path: Path,
+) -> None:
     empty = {
         **GOOD,
         "layers": 1,
@@ -468,21 +528,35 @@ def test_a_stage_without_a_block_is_predicted_where_steps_roll(tmp_path: Path) -
         ({"zero": "4"}, "zero", "not known"),
         ({"status": "perhaps"}, "status", "oom"),
         ({"hardware": "Abacus"}, "hardware", "not in the catalogue"),
-        ({"micro_batch": "3"}, "micro_batch", "'3' x dp=4 is not a part of 64"),
+        (
+            {"micro_batch": "3"},
+            "micro_batch",
+            "'3' x dp=4 is not a part of 64",
+        ),
         ({"micro_batch": "1e9"}, "micro_batch", "is not a part of 64"),
-        ({"zero": "1", "hsdp_shard": "3"}, "hsdp_shard", "does not divide dp=4"),
+        (
+            {"zero": "1", "hsdp_shard": "3"},
+            "hsdp_shard",
+            "does not divide dp=4",
+        ),
         (
             {"step_time_s": "0.002"},
             "step_time_s",
             "is faster than the peak of 16 x h100-sxm",
         ),
-        ({"step_time_s": "", "tok_s_gpu": "1e7"}, "tok_s_gpu", "is faster than"),
+        (
+            {"step_time_s": "", "tok_s_gpu": "1e7"},
+            "tok_s_gpu",
+            "is faster than",
+        ),
     ],
 )
 def test_a_bad_cell_is_told_by_line_and_column_and_the_rest_is_read(
     tmp_path: Path, cells: dict[str, object], column: str, why: str
 ) -> None:
-    rows = read_table(table(tmp_path / "t.csv", [GOOD, {**GOOD, **cells}, GOOD]))
+    rows = read_table(
+        table(tmp_path / "t.csv", [GOOD, {**GOOD, **cells}, GOOD])
+    )
     assert [row.case is None for row in rows] == [False, True, False]
     assert rows[1].why.startswith(f"line 3, {column}: ")
     assert why in rows[1].why
@@ -508,7 +582,11 @@ def test_a_byte_that_is_no_text_spoils_its_own_cell(tmp_path: Path) -> None:
         tmp_path / "t.csv", [{**GOOD, "notes": "?"}, {**GOOD, "tp": "?"}, GOOD]
     )
     path.write_bytes(path.read_bytes().replace(b"?", b"\xb5"))
-    assert [row.why[:11] for row in read_table(path)] == ["", "line 3, tp:", ""]
+    assert [row.why[:11] for row in read_table(path)] == [
+        "",
+        "line 3, tp:",
+        "",
+    ]
 
 
 def test_servers_and_networks_are_as_a_row_tells(tmp_path: Path) -> None:
@@ -525,7 +603,10 @@ def test_servers_and_networks_are_as_a_row_tells(tmp_path: Path) -> None:
         {"hardware": "Tesla V100-SXM2-32GB", "precision": "fp16", "gpus_per_node": 8},
     ]  # fmt: skip
     rows = read_table(
-        table(tmp_path / "t.csv", [{**GOOD, "step_time_s": 9, **each} for each in said])
+        table(
+            tmp_path / "t.csv",
+            [{**GOOD, "step_time_s": 9, **each} for each in said],
+        )
     )
     assert [row.why for row in rows] == [""] * len(said)
     hardware = [row.hardware for row in rows if row.hardware]
@@ -553,12 +634,18 @@ EXPERTS: dict[str, object] = {
 }  # fmt: skip
 
 
-def _with_columns(path: Path, rows: list[dict[str, object]], *names: str) -> Path:
+def _with_columns(
+    path: Path, rows: list[dict[str, object]], *names: str
+) -> Path:
     """A table with columns beside the usual ones."""
-    plain = [{key: x for key, x in row.items() if key not in names} for row in rows]
+    plain = [
+        {key: x for key, x in row.items() if key not in names} for row in rows
+    ]
     head, *lines = table(path, plain).read_text().splitlines()
     more = [",".join(str(row.get(name, "")) for name in names) for row in rows]
-    joined = [f"{line},{cells}" for line, cells in zip(lines, more, strict=True)]
+    joined = [
+        f"{line},{cells}" for line, cells in zip(lines, more, strict=True)
+    ]
     path.write_text("\n".join([f"{head},{','.join(names)}", *joined]) + "\n")
     return path
 
@@ -570,14 +657,26 @@ def test_rows_with_experts_are_the_published_model_that_they_name_in_any_spellin
         "DeepSeekV3": (61, 256), "DeepSeek-V3 (w/o MTP)": (61, 256), "Mixtral 8x7B": (32, 8),
         "mixtral_8x7b": (32, 8), "Qwen3_30B_a3B": (48, 128), "GPT OSS 120B": (36, 128),
     }  # fmt: skip
-    path = table(tmp_path / "t.csv", [{**EXPERTS, "model": name} for name in names])
-    for row, (layers, experts) in zip(read_table(path), names.values(), strict=True):
+    path = table(
+        tmp_path / "t.csv", [{**EXPERTS, "model": name} for name in names]
+    )
+    for row, (layers, experts) in zip(
+        read_table(path), names.values(), strict=True
+    ):
         assert row.why == ""
         assert row.case is not None
-        assert (row.case.shape.layers, row.case.shape.experts) == (layers, experts)
+        assert (row.case.shape.layers, row.case.shape.experts) == (
+            layers,
+            experts,
+        )
         # The ranks that share experts are among those that have batches of their own.
         layout = row.case.layout
-        assert (layout.ep, layout.dp, layout.ranks, layout.data) == (8, 2, 16, 16)
+        assert (layout.ep, layout.dp, layout.ranks, layout.data) == (
+            8,
+            2,
+            16,
+            16,
+        )
         assert (row.case.rows, layout.microbatches) == (1, 4)
 
 
@@ -594,10 +693,14 @@ def test_experts_of_other_models_are_read_from_columns(tmp_path: Path) -> None:
     own |= {"experts": 16, "top_k": 2, "expert_ffn": 512, "step_time_s": 9}
     said = [own, {**own, "dp": 4}, {**own, "top_k": ""}]
     rows = read_table(
-        _with_columns(tmp_path / "t.csv", said, "experts", "top_k", "expert_ffn")
+        _with_columns(
+            tmp_path / "t.csv", said, "experts", "top_k", "expert_ffn"
+        )
     )
     shapes = [row.case.shape for row in rows if row.case]
-    assert [(s.experts, s.top_k, s.expert_ffn) for s in shapes] == [(16, 2, 512)] * 2
+    assert [(s.experts, s.top_k, s.expert_ffn) for s in shapes] == [
+        (16, 2, 512)
+    ] * 2
     assert rows[0].case == rows[1].case  # dp with and without the ranks of ep
     assert "top_k" in rows[2].why
 
@@ -608,12 +711,22 @@ def test_rows_whose_experts_are_unknown_are_left_out_with_what_to_write(
     said: list[dict[str, object]] = [
         {}, {"ep": 8}, {"model": "Nemotron-A3B"}, {"ep": 1}, {"model": "Mixtral 8x7B"},
     ]  # fmt: skip
-    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said]))
-    assert [row.case is None for row in rows] == [False, True, True, False, True]
+    rows = read_table(
+        table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])
+    )
+    assert [row.case is None for row in rows] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
     assert "columns experts, top_k and expert_ffn" in rows[1].why
     assert "differs from the 32 of 8x7b" in rows[4].why
     (bad,) = read_table(
-        table(tmp_path / "u.csv", [{**EXPERTS, "model": "DeepSeek-V3", "ep": 6}])
+        table(
+            tmp_path / "u.csv", [{**EXPERTS, "model": "DeepSeek-V3", "ep": 6}]
+        )
     )
     assert "ep: '6'" in bad.why
 
@@ -642,7 +755,9 @@ def test_words_of_a_cell_are_known_in_any_order_and_with_any_sign_between_them(
 ) -> None:
     precisions = {"bf16/fp16": "fp16", "fp16/bf16": "fp16", "BF16 mixed precision": "bf16",
                   "mixed fp16": "fp16", "fp16 + bf16": "fp16"}  # fmt: skip
-    said: list[dict[str, object]] = [{"precision": word} for word in precisions]
+    said: list[dict[str, object]] = [
+        {"precision": word} for word in precisions
+    ]
     places = (
         "optimizer->CPU",
         "CPU optimizer",
@@ -651,14 +766,18 @@ def test_words_of_a_cell_are_known_in_any_order_and_with_any_sign_between_them(
     )
     said += [{"offload": word} for word in places]
     said += [
-        {"zero": word} for word in ("ZeRO stage 3", "stage-3 zero", "full shard FSDP")
+        {"zero": word}
+        for word in ("ZeRO stage 3", "stage-3 zero", "full shard FSDP")
     ]
     said += [
-        {"schedule": word} for word in ("1F1B interleaved", "interleaved 1F1B (vpp)")
+        {"schedule": word}
+        for word in ("1F1B interleaved", "interleaved 1F1B (vpp)")
     ]
     said += [{"act_ckpt": word} for word in ("full recompute", "uniform full")]
     rows = read_table(
-        table(tmp_path / "t.csv", [{**GOOD, "step_time_s": 9, **x} for x in said])
+        table(
+            tmp_path / "t.csv", [{**GOOD, "step_time_s": 9, **x} for x in said]
+        )
     )
     assert [row.why for row in rows] == [""] * len(said)
     layouts = [row.case.layout for row in rows if row.case]
@@ -673,21 +792,33 @@ def test_words_of_a_cell_are_known_in_any_order_and_with_any_sign_between_them(
         ("offload", "CPU"),
         ("schedule", "schedule"),
     ):
-        (row,) = read_table(table(tmp_path / "u.csv", [{**GOOD, column: word}]))
+        (row,) = read_table(
+            table(tmp_path / "u.csv", [{**GOOD, column: word}])
+        )
         assert row.why.startswith(f"line 2, {column}: ")
 
 
-def test_a_rate_that_counts_causal_attention_is_a_shorter_step(tmp_path: Path) -> None:
+def test_a_rate_that_counts_causal_attention_is_a_shorter_step(
+    tmp_path: Path,
+) -> None:
     said = {**GOOD, "step_time_s": "", "tflops_gpu": 10, "seq": 65536}
-    formulas = ("6N + 12*L*h*s, full attention", "CAUSAL attention: 6*s^2*d*h*L")
+    formulas = (
+        "6N + 12*L*h*s, full attention",
+        "CAUSAL attention: 6*s^2*d*h*L",
+    )
     full, causal = read_table(
-        table(tmp_path / "t.csv", [{**said, "mfu_formula": each} for each in formulas])
+        table(
+            tmp_path / "t.csv",
+            [{**said, "mfu_formula": each} for each in formulas],
+        )
     )
     case = full.case
     assert case is not None
     shape = case.shape
     halves = 6 * shape.layers * shape.hidden * 65536 * case.tokens
-    assert full.step - causal.step == pytest.approx(halves / (10e12 * full.ranks))
+    assert full.step - causal.step == pytest.approx(
+        halves / (10e12 * full.ranks)
+    )
 
 
 def test_kernels_that_a_framework_names_are_those_of_its_profile() -> None:
@@ -702,7 +833,9 @@ def test_kernels_that_a_framework_names_are_those_of_its_profile() -> None:
     assert not profile_named("Own").fused
 
 
-def test_a_byte_order_mark_and_columns_in_capitals_are_read(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_columns_in_capitals_are_read(
+    tmp_path: Path,
+) -> None:
     path = table(tmp_path / "t.csv", [GOOD])
     head, rest = path.read_text().split("\n", 1)
     path.write_text(head.upper() + "\n" + rest, encoding="utf-8-sig")
@@ -710,7 +843,9 @@ def test_a_byte_order_mark_and_columns_in_capitals_are_read(tmp_path: Path) -> N
     assert (row.source, row.step, row.why) == ("made-up", 2.0, "")
 
 
-def test_a_row_with_a_cell_too_many_is_not_read_shifted(tmp_path: Path) -> None:
+def test_a_row_with_a_cell_too_many_is_not_read_shifted(
+    tmp_path: Path,
+) -> None:
     path = table(tmp_path / "t.csv", [GOOD, GOOD])
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:2], lines[2] + ",x"]) + "\n")

@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def off() -> dict[str, dict[str, list[float]]]:
     """Relative errors by family, of each way to predict."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     with open(ROOT / "benchmarks/published/scored.csv", newline="") as file:
         for row in csv.DictReader(file):
             for way in ("held", "fitted", "after"):
@@ -36,7 +38,9 @@ def test_the_shown_ranges_hold_four_of_five_published_runs() -> None:
     groups: dict[str, list[bool]] = defaultdict(list)
     with open(ROOT / "benchmarks/published/intervals.csv", newline="") as file:
         for row in csv.DictReader(file):
-            strengths = [(cause, float(row.get(cause) or 0)) for cause in CAUSES]
+            strengths = [
+                (cause, float(row.get(cause) or 0)) for cause in CAUSES
+            ]
             low, high = (
                 hypot(*(amount * side[cause] for cause, amount in strengths))
                 for side in (widths().below, widths().above)
@@ -63,7 +67,9 @@ def test_the_table_of_the_docs_is_that_of_the_runs() -> None:
     assert [name for name, *_ in said] == sorted(families)
     for name, rows, *errors in said:
         assert int(rows) == len(families[name]["held"])
-        for way, error in zip(("held", "after", "fitted"), errors, strict=True):
+        for way, error in zip(
+            ("held", "after", "fitted"), errors, strict=True
+        ):
             assert 100 * median(families[name][way]) == pytest.approx(
                 float(error), abs=0.051
             )

@@ -42,7 +42,9 @@ def test_eight_a100_share_two_nics_by_pairs_over_four_numa_nodes() -> None:
     assert found.kinds == ("NV12",)
     assert found.groups("NV12") == (gpus(*range(8)),)
     assert (
-        found.nearest_nics("GPU4") == found.nearest_nics("GPU5") == ("mlx5_4", "mlx5_5")
+        found.nearest_nics("GPU4")
+        == found.nearest_nics("GPU5")
+        == ("mlx5_4", "mlx5_5")
     )
     assert found.numa == (3, 3, 1, 1, 7, 7, 5, 5)
     assert found.cpus[2] == (*range(16, 32), *range(144, 160))
@@ -56,7 +58,10 @@ def test_a_pcie_box_falls_into_pairs_and_then_into_sockets() -> None:
     assert found.groups("SYS") == (gpus(0, 1, 2, 3),)
     assert found.nearest_nics("GPU2") == ("bnxt_re0",)
     told = "\n".join(found.lines())
-    assert "PHB (a PCIe host bridge, that is the CPU): GPU0 GPU1; GPU2 GPU3" in told
+    assert (
+        "PHB (a PCIe host bridge, that is the CPU): GPU0 GPU1; GPU2 GPU3"
+        in told
+    )
     assert "GPU3: NIC bnxt_re0, CPUs 32-63, NUMA node 1" in told
 
 
@@ -75,9 +80,9 @@ def test_no_gpu_is_an_empty_topology() -> None:
 @pytest.mark.parametrize("name", ["8xh100", "8xa100", "4xpcie", "one"])
 def test_blanks_in_place_of_tabs_mean_the_same(name: str) -> None:
     text = recorded(name)
-    assert parse_topology(text.expandtabs(8).replace(" X ", "  X  ")) == parse_topology(
-        text
-    )
+    assert parse_topology(
+        text.expandtabs(8).replace(" X ", "  X  ")
+    ) == parse_topology(text)
 
 
 GARBAGE = {

@@ -15,14 +15,18 @@ PIPELINES = (
 )  # fmt: skip
 
 
-def pipeline(name: str, stages: int, microbatches: int, chunks: int = 1) -> Program:
+def pipeline(
+    name: str, stages: int, microbatches: int, chunks: int = 1
+) -> Program:
     """A schedule with its messages."""
     return messages(schedule(name, stages, microbatches, chunks))
 
 
 def split_costs(stages: int, chunks: int = 1, **more: float) -> Costs:
     """F, I and W one each for a whole stage."""
-    return Costs({"F": 1, "I": 1, "W": 1, **more}, share=shares(stages, chunks))
+    return Costs(
+        {"F": 1, "I": 1, "W": 1, **more}, share=shares(stages, chunks)
+    )
 
 
 def whole_costs(stages: int, chunks: int = 1) -> Costs:
@@ -34,7 +38,9 @@ def shares(stages: int, chunks: int) -> dict[int, float]:
     return dict.fromkeys(range(stages * chunks), 1 / chunks)
 
 
-def step(text: str, pieces: int, *, tied: bool = False, agree: bool = False) -> Program:
+def step(
+    text: str, pieces: int, *, tied: bool = False, agree: bool = False
+) -> Program:
     """The step of a layout over equal stages; tied: the last piece uses the first one's weights."""
     layout = Layout.parse(text)
     n = layout.virtual_stages
@@ -50,13 +56,17 @@ def step(text: str, pieces: int, *, tied: bool = False, agree: bool = False) -> 
 def per_rank(program: Program) -> Program:
     """The same program with a list of its own for every rank."""
     rows = tuple(program.rows[row] for row in program.owner)
-    return Program(rows, program.mesh, tuple(range(program.mesh.size)), program.tied)
+    return Program(
+        rows, program.mesh, tuple(range(program.mesh.size)), program.tied
+    )
 
 
 def without(program: Program, row: int, *words: str) -> Program:
     gone = set(map(Op.parse, words))
     assert gone <= set(program.rows[row])
-    return _with(program, row, [op for op in program.rows[row] if op not in gone])
+    return _with(
+        program, row, [op for op in program.rows[row] if op not in gone]
+    )
 
 
 def swapped(program: Program, row: int, first: str, second: str) -> Program:
@@ -77,7 +87,10 @@ def moved(program: Program, row: int, word: str, *, after: str) -> Program:
 
 
 def renamed(program: Program, row: int, word: str, other: str) -> Program:
-    ops = [Op.parse(other) if op == Op.parse(word) else op for op in program.rows[row]]
+    ops = [
+        Op.parse(other) if op == Op.parse(word) else op
+        for op in program.rows[row]
+    ]
     return _with(program, row, ops)
 
 

@@ -6,7 +6,15 @@ import pytest
 from program_worlds import PIPELINES
 
 from phalanx.layout import Layout, Shape, legal, plain_pieces, staged_pieces
-from phalanx.program import Costs, Op, StepOptions, build, check, faults, simulate
+from phalanx.program import (
+    Costs,
+    Op,
+    StepOptions,
+    build,
+    check,
+    faults,
+    simulate,
+)
 
 ZEROS = (
     "", "zero1", "zero2", "zero3", "zero3 gather:micro", "zero3 gather:micro reduce:step prefetch:0",
@@ -22,17 +30,24 @@ OFFLOADS = (
 
 
 @pytest.mark.parametrize(
-    "name, chunks", [("accum", 1), *PIPELINES, ("searched", 1), ("searched", 2)]
+    "name, chunks",
+    [("accum", 1), *PIPELINES, ("searched", 1), ("searched", 2)],
 )
 def test_every_mixture_of_choices_is_proved(name: str, chunks: int) -> None:
     pp = 1 if name == "accum" else 2
-    count = str(chunks) if name in ("interleaved", "searched") and chunks > 1 else ""
+    count = (
+        str(chunks)
+        if name in ("interleaved", "searched") and chunks > 1
+        else ""
+    )
     pieces = 3 * pp * chunks
     bounds = [i * pieces // (pp * chunks) for i in range(pp * chunks + 1)]
     stages = [range(a, b) for a, b in pairwise(bounds)]
     # A search takes a while; what follows it is the same passes.
     few = 3 if name == "searched" else 1
-    for zero, again, away in product(ZEROS[::few], RECOMPUTES[::few], OFFLOADS[::few]):
+    for zero, again, away in product(
+        ZEROS[::few], RECOMPUTES[::few], OFFLOADS[::few]
+    ):
         text = f"dp2 pp{pp} {name}{count}:3 {zero} recompute:{again} {away}"
         layout = Layout.parse(text)
         for tied, agree in ((False, False), (True, True)):
@@ -44,7 +59,9 @@ def test_every_mixture_of_choices_is_proved(name: str, chunks: int) -> None:
             assert faults(program) == (), text
 
 
-def test_every_legal_layout_of_the_tiny_model_on_eight_ranks_is_proved() -> None:
+def test_every_legal_layout_of_the_tiny_model_on_eight_ranks_is_proved() -> (
+    None
+):
     tiny = Shape.load("tiny")
     count = 0
     for dp, pp, cp, tp in product((1, 2, 4, 8), repeat=4):
@@ -53,7 +70,9 @@ def test_every_legal_layout_of_the_tiny_model_on_eight_ranks_is_proved() -> None
         for zero, schedule in product(
             ("", "zero1", "zero3"), ("", "zb-h1:4", "zb-v:2", "accum:2")
         ):
-            layout = Layout.parse(f"dp{dp} pp{pp} cp{cp} tp{tp} {zero} {schedule}")
+            layout = Layout.parse(
+                f"dp{dp} pp{pp} cp{cp} tp{tp} {zero} {schedule}"
+            )
             if legal(layout, tiny):
                 continue
             program = build(layout, staged_pieces(layout, tiny))
@@ -67,9 +86,13 @@ def test_reducing_3_backward_of_2_and_fetching_1_stand_side_by_side() -> None:
     """The picture of ZeRO-3 that its teaching examples draw, over the deep MLP of 4 layers."""
     layout = Layout.parse("dp2 zero3")
     program = build(
-        layout, staged_pieces(layout, Shape.load("mlp")), StepOptions(agree=False)
+        layout,
+        staged_pieces(layout, Shape.load("mlp")),
+        StepOptions(agree=False),
     )
-    timeline = simulate(program, Costs({"F": 1, "B": 2, "G": 1, "S": 1, "U": 0.5}))
+    timeline = simulate(
+        program, Costs({"F": 1, "B": 2, "G": 1, "S": 1, "U": 0.5})
+    )
     at = {s.op: s for s in timeline.spans}
     back = at[Op.parse("2B0")]
     for word, lane in (("3S", "reduce"), ("1G#1", "gather")):
@@ -92,7 +115,9 @@ def test_one_mechanism_is_ddp_and_the_three_stages_of_zero() -> None:
         "dp2 zero3 accum:2",
     ):
         layout = Layout.parse(text)
-        (row,) = build(layout, plain_pieces([range(3)]), StepOptions(agree=False)).rows
+        (row,) = build(
+            layout, plain_pieces([range(3)]), StepOptions(agree=False)
+        ).rows
         kinds = [op.kind for op in row]
         counts[text] = tuple(kinds.count(k) for k in "GDSU")
     assert counts == {

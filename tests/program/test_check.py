@@ -53,13 +53,16 @@ def _away() -> Program:
 
 def _narrow() -> Program:
     """Two blocks whose matrices travel in 8 bits, between an embedding and a head."""
-    return build(Layout.parse("dp2 zero3"), plain_pieces([range(4)], scaled=(1, 2)))
+    return build(
+        Layout.parse("dp2 zero3"), plain_pieces([range(4)], scaled=(1, 2))
+    )
 
 
 def _balanced() -> Program:
     """A block whose router's loss needs the choices of ranks with other tokens."""
     return build(
-        Layout.parse("cp2 accum:2"), plain_pieces([range(4)], sums_choices=(2,))
+        Layout.parse("cp2 accum:2"),
+        plain_pieces([range(4)], sums_choices=(2,)),
     )
 
 
@@ -363,7 +366,11 @@ def test_ranks_of_dp_may_follow_lists_of_their_own() -> None:
         assert faults(apart) == ()
     uneven = per_rank(step("dp2 pp2 1f1b:3", 4))
     for row, pieces in ((0, (0, 1)), (1, (2, 3))):
-        gone = [op for op in uneven.rows[row] if op.index == 2 and op.kind in "FB<>"]
+        gone = [
+            op
+            for op in uneven.rows[row]
+            if op.index == 2 and op.kind in "FB<>"
+        ]
         assert {op.piece for op in gone} == set(pieces)
         uneven = without(uneven, row, *map(str, gone))
     # one replica has a microbatch less: the token count makes it right
@@ -382,7 +389,9 @@ def test_repeated_steps_are_a_program_too() -> None:
                 program = repeat(step(text, 4, agree=agree, tied=tied), 3)
                 assert faults(program) == ()
     stale = without(repeat(step("dp2 zero1", 2), 2), 0, "1G#1")
-    assert any("1F1 needs the weights of unit 1" in fault for fault in faults(stale))
+    assert any(
+        "1F1 needs the weights of unit 1" in fault for fault in faults(stale)
+    )
     old = without(repeat(_narrow(), 2), 0, "1M#1")
     assert any(
         "1G#2 needs 1M before it, after the last update" in fault

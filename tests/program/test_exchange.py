@@ -70,18 +70,23 @@ def test_a_dispatch_after_the_experts_is_refused() -> None:
     moved = program.with_rows(
         [*(op for op in row if op != late), late] for row in program.rows
     )
-    with pytest.raises(ProgramError, match="2F0 stands before 2E0, which it needs"):
+    with pytest.raises(
+        ProgramError, match="2F0 stands before 2E0, which it needs"
+    ):
         check(moved)
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", "interleaved2", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+    "schedule",
+    ["1f1b", "interleaved2", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"],
 )
 @pytest.mark.parametrize("microbatches", [2, 3, 8, 9])
 def test_no_pipeline_waits_for_itself_when_it_overlaps(
     schedule: str, microbatches: int
 ) -> None:
-    layout = Layout.parse(f"pp4 ep2 {schedule}:{microbatches} overlap recompute:all")
+    layout = Layout.parse(
+        f"pp4 ep2 {schedule}:{microbatches} overlap recompute:all"
+    )
     starts = range(1, 2 + 3 * layout.virtual_stages, 3)
     bounds = [0, *starts[1:-1], starts[-1] + 1]
     stages = tuple(range(a, b) for a, b in pairwise(bounds))
@@ -111,7 +116,10 @@ def test_a_forward_beside_a_backward_hides_what_either_sends() -> None:
             Costs({"F": 1, "I": 1, "W": 1, "E": x, "J": x}) for x in (0.0, 0.9)
         )
         times.append(
-            (simulate(program, free).makespan, simulate(program, slow).makespan)
+            (
+                simulate(program, free).makespan,
+                simulate(program, slow).makespan,
+            )
         )
     (plain, blocking), (same, hidden) = times
     travel = 16 * 8 * 4 * 0.9

@@ -49,11 +49,15 @@ embeddings; expert parallel; ETP; dropless; capacity factor; auxiliary loss; wei
 asynchronous checkpoint; elastic; straggler; Perfetto"""
 
 
-def test_the_glossary_has_the_terms_that_users_of_other_libraries_search_for() -> None:
+def test_the_glossary_has_the_terms_that_users_of_other_libraries_search_for() -> (
+    None
+):
     text = TEXT.lower()
     assert len(TERMS.split(";")) >= 40
     assert not [
-        term for term in TERMS.split(";") if " ".join(term.lower().split()) not in text
+        term
+        for term in TERMS.split(";")
+        if " ".join(term.lower().split()) not in text
     ]
 
 
@@ -64,10 +68,16 @@ def test_what_the_glossary_says_of_other_names_are_layouts_and_keys() -> None:
     for words in re.findall(
         r"`([^`]+)`", "".join(row.split("|")[2] for row in rows(section))
     ):
-        if words.startswith("phalanx ") or words in keys | fields or words in VERBS:
+        if (
+            words.startswith("phalanx ")
+            or words in keys | fields
+            or words in VERBS
+        ):
             continue
         parallel = (
-            words if re.search(r"\b(dp|pp|tp|cp)[0-9]", words) else f"pp2 {words}"
+            words
+            if re.search(r"\b(dp|pp|tp|cp)[0-9]", words)
+            else f"pp2 {words}"
         )
         assert Layout.parse(parallel) != Layout(), words
 
@@ -88,6 +98,8 @@ def rows(section: str) -> list[str]:
         ("fully_shard", "dp8 zero3"), ("precision=bf16", "bf16"), ("vpp2", "interleaved2"),
     ],
 )  # fmt: skip
-def test_other_libraries_words_are_answered_with_ours(words: str, way_out: str) -> None:
+def test_other_libraries_words_are_answered_with_ours(
+    words: str, way_out: str
+) -> None:
     with pytest.raises(LayoutError, match=f"Write .*{way_out}"):
         Layout.parse(words)

@@ -8,7 +8,15 @@ from itertools import product
 import pytest
 from program_worlds import step
 
-from phalanx.program import Costs, Op, Program, Sizes, check, schedule, simulate
+from phalanx.program import (
+    Costs,
+    Op,
+    Program,
+    Sizes,
+    check,
+    schedule,
+    simulate,
+)
 from phalanx.program.memory import peaks
 from phalanx.program.passes import expand, messages, recompute
 
@@ -69,11 +77,21 @@ def _activations(row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]:
         yield start, last, s.kept[p]
 
 
-def _weights(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]:
+def _weights(
+    program: Program, row: tuple[Op, ...], s: Sizes
+) -> Iterator[Alive]:
     end = len(row)
     for unit in range(program.pieces):
-        gathers = [i for i, op in enumerate(row) if op.kind == "G" and op.piece == unit]
-        drops = [i for i, op in enumerate(row) if op.kind == "D" and op.piece == unit]
+        gathers = [
+            i
+            for i, op in enumerate(row)
+            if op.kind == "G" and op.piece == unit
+        ]
+        drops = [
+            i
+            for i, op in enumerate(row)
+            if op.kind == "D" and op.piece == unit
+        ]
         for k, start in enumerate(gathers):
             yield (
                 start,
@@ -87,14 +105,24 @@ def _weights(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]
             if op.kind in ("BIW" if op.piece else "BW")
             and unit in program.units(op.piece)
         ]
-        sums = [i for i, op in enumerate(row) if op.kind == "S" and op.piece == unit]
+        sums = [
+            i
+            for i, op in enumerate(row)
+            if op.kind == "S" and op.piece == unit
+        ]
         if not adds:
             continue
         comes = [_arrival(row, i) for i in sums]
         # Of replicas of shards the second sum works on the part alone: the whole gradient goes before it.
-        halves = [i for i, op in enumerate(row) if op.kind == "H" and op.piece == unit]
+        halves = [
+            i
+            for i, op in enumerate(row)
+            if op.kind == "H" and op.piece == unit
+        ]
         complete = [_arrival(row, i) for i in halves] or comes
-        (update,) = [i for i, op in enumerate(row) if op == Op("U", unit)] or [end]
+        (update,) = [i for i, op in enumerate(row) if op == Op("U", unit)] or [
+            end
+        ]
         left = s.gradient_shard[unit] if s.gradient_shard else s.gradient[unit]
         earlier = -1
         for n, (total, arrives, done) in enumerate(
@@ -128,11 +156,15 @@ def _arrival(row: tuple[Op, ...], i: int) -> int:
     return len(row)
 
 
-def _derived(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]:
+def _derived(
+    program: Program, row: tuple[Op, ...], s: Sizes
+) -> Iterator[Alive]:
     """What follows from a microbatch is there from its first forward to the last backward. Where
     activations leave, all microbatches' are counted from beginning to end."""
     uses = [op for op in row if op.kind in "FBIRP"]
-    amount = max((s.derived[op.piece] for op in uses if s.derived), default=0.0)
+    amount = max(
+        (s.derived[op.piece] for op in uses if s.derived), default=0.0
+    )
     for m in range(program.microbatches):
         at = [row.index(op) for op in uses if op.index == m]
         yield (0, len(row), amount) if any(op.kind == "O" for op in row) else (
@@ -153,7 +185,9 @@ def _oracle(program: Program, number: int, s: Sizes) -> float:
             for i, op in enumerate(row)
             if op.kind in "FBIWRP"
         ]
-    units = {u for op in row if op.kind == "F" for u in program.units(op.piece)}
+    units = {
+        u for op in row if op.kind == "F" for u in program.units(op.piece)
+    }
     base = sum(sum(x[u] for u in units) for x in (s.home, s.optimizer) if x)
     return base + max(
         sum(b for a, z, b in alive if a <= i <= z) for i in range(len(row))
@@ -161,13 +195,19 @@ def _oracle(program: Program, number: int, s: Sizes) -> float:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_peaks_are_those_of_all_that_is_alive_at_each_moment(text: str) -> None:
+def test_peaks_are_those_of_all_that_is_alive_at_each_moment(
+    text: str,
+) -> None:
     for again, tied, agree, sizes in product(
         AGAIN, (False, True), (False, True), (SIZES, IN_PLACE, DERIVED)
     ):
-        program = step(f"{text} recompute:{again}", PIECES, tied=tied, agree=agree)
+        program = step(
+            f"{text} recompute:{again}", PIECES, tied=tied, agree=agree
+        )
         for number, peak in enumerate(check(program, sizes).bytes or ()):
-            assert peak.total == pytest.approx(_oracle(program, number, sizes)), (
+            assert peak.total == pytest.approx(
+                _oracle(program, number, sizes)
+            ), (
                 again,
                 tied,
             )
@@ -180,7 +220,9 @@ def test_the_simulated_memory_ends_with_what_it_began_with(text: str) -> None:
     for again in AGAIN:
         program = step(f"{text} recompute:{again}", PIECES)
         timeline = simulate(
-            program, Costs({"F": 1, "B": 2, "G": 0.5, "S": 0.5, "U": 0.25}), SIZES
+            program,
+            Costs({"F": 1, "B": 2, "G": 0.5, "S": 0.5, "U": 0.25}),
+            SIZES,
         )
         assert timeline.memory is not None
         for number, peak in enumerate(peaks(program, SIZES)):
@@ -192,26 +234,37 @@ def test_the_simulated_memory_ends_with_what_it_began_with(text: str) -> None:
                 assert last.get(kind, 0) == pytest.approx(0), kind
             # Beside the compute lane copies and sums end later than they are listed, gathers later too.
             highest = max(sum(kinds.values()) for _, kinds in points)
-            assert highest <= sum(peak.kinds.values()) + sum(SIZES.gathered) + sum(
-                SIZES.gradient
+            assert highest <= sum(peak.kinds.values()) + sum(
+                SIZES.gathered
+            ) + sum(SIZES.gradient)
+            assert highest >= max(
+                peak.kinds["activations"], peak.kinds["weights"]
             )
-            assert highest >= max(peak.kinds["activations"], peak.kinds["weights"])
 
 
-def test_on_the_compute_lane_alone_simulated_and_proved_memory_are_one() -> None:
-    sizes = Sizes(SIZES.kept, SIZES.input, SIZES.kept_after_i, selected=SIZES.selected)
+def test_on_the_compute_lane_alone_simulated_and_proved_memory_are_one() -> (
+    None
+):
+    sizes = Sizes(
+        SIZES.kept, SIZES.input, SIZES.kept_after_i, selected=SIZES.selected
+    )
     for name, again in product(("gpipe", "1f1b", "zb-h1", "zb-h2"), AGAIN):
         stages = [range(3), range(3, 6)]
         base = recompute(expand(schedule(name, 2, 4), stages), stages, again)
         program = messages(base)
-        memory = simulate(program, Costs({"F": 1, "I": 1, "W": 1}), sizes).memory or {}
+        memory = (
+            simulate(program, Costs({"F": 1, "I": 1, "W": 1}), sizes).memory
+            or {}
+        )
         for row, peak in enumerate(peaks(program, sizes)):
             assert max(
                 sum(kinds.values()) for _, kinds in memory[row]
             ) == pytest.approx(peak.total)
 
 
-def test_memory_is_taken_when_an_operation_starts_and_given_back_when_it_ends() -> None:
+def test_memory_is_taken_when_an_operation_starts_and_given_back_when_it_ends() -> (
+    None
+):
     memory = (
         simulate(
             _alone(), Costs({"F": 1, "B": 2}), Sizes((5.0, 7.0), (1.0, 1.0))
@@ -229,12 +282,16 @@ def _alone() -> Program:
 def test_operations_without_a_piece_hold_nothing() -> None:
     """N and A carry no piece; a size must not be looked up for them."""
     program = step("dp2", 3, agree=True)
-    assert peaks(program, Sizes(kept=(1.0,) * 3, input=(1.0,) * 3))[0].total == 3
+    assert (
+        peaks(program, Sizes(kept=(1.0,) * 3, input=(1.0,) * 3))[0].total == 3
+    )
 
 
 # A stage of N equal pieces, one forward and one backward: (extra forwards, most held pieces).
 def _cost_of(mode: str, n: int) -> tuple[float, float]:
-    program = recompute(expand(schedule("accum", 1, 1), [range(n)]), [range(n)], mode)
+    program = recompute(
+        expand(schedule("accum", 1, 1), [range(n)]), [range(n)], mode
+    )
     check(program)
     work = simulate(program, Costs({"F": 1, "B": 2})).makespan
     return work - 3 * n, peaks(program, Sizes((1.0,) * n, (1.0,) * n))[0].total
@@ -249,7 +306,9 @@ def test_recomputation_costs_at_most_one_forward_and_holds_inputs_and_one_segmen
         held = {}
         for c in range(1, n + 1):
             extra, held[c] = _cost_of(f"every={c}", n)
-            assert extra == (n - 1) // c * c  # all but the last segment, which is fresh
+            assert (
+                extra == (n - 1) // c * c
+            )  # all but the last segment, which is fresh
             assert extra <= n
             assert held[c] <= -(-n // c) + c
         assert _cost_of("all", n) == _cost_of("every=1", n)
@@ -258,10 +317,18 @@ def test_recomputation_costs_at_most_one_forward_and_holds_inputs_and_one_segmen
         assert held[root] == min(held.values())
 
 
-def test_in_a_pipeline_each_held_microbatch_keeps_its_segments_inputs() -> None:
+def test_in_a_pipeline_each_held_microbatch_keeps_its_segments_inputs() -> (
+    None
+):
     stages = [range(16), range(16, 32)]
-    for mode, segments, length in (("all", 16, 1), ("every=2", 8, 2), ("sqrt", 4, 4)):
-        program = recompute(expand(schedule("gpipe", 2, 5), stages), stages, mode)
+    for mode, segments, length in (
+        ("all", 16, 1),
+        ("every=2", 8, 2),
+        ("sqrt", 4, 4),
+    ):
+        program = recompute(
+            expand(schedule("gpipe", 2, 5), stages), stages, mode
+        )
         kinds = peaks(program, Sizes((1.0,) * 32, (1.0,) * 32))[0].kinds
         assert kinds["inputs"] == 5 * segments
         assert kinds["activations"] == length

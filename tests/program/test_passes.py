@@ -42,11 +42,17 @@ def _one(pieces: int = 8, microbatches: int = 2) -> Program:
 
 
 def _kinds(program: Program, kinds: str) -> list[list[str]]:
-    return [[str(op) for op in row if op.kind in kinds] for row in program.rows]
+    return [
+        [str(op) for op in row if op.kind in kinds] for row in program.rows
+    ]
 
 
 def test_ranks_agree_on_scales_once_a_step_and_before_they_compute() -> None:
-    for text in ("dp2 zero1", "dp2 zero3 accum:3", "dp2 pp2 zero3 1f1b:2 gather:micro"):
+    for text in (
+        "dp2 zero1",
+        "dp2 zero3 accum:3",
+        "dp2 pp2 zero3 1f1b:2 gather:micro",
+    ):
         layout = Layout.parse(text)
         stages = [range(3), range(3, 6)] if layout.pp > 1 else [range(6)]
         pieces = plain_pieces(stages, scaled=(1, 2, 3, 4))
@@ -57,9 +63,9 @@ def test_ranks_agree_on_scales_once_a_step_and_before_they_compute() -> None:
             assert [str(op) for op in row[: 1 + len(blocks)]] == ["N", *blocks]
             assert sum(op.kind == "M" for op in row) == len(blocks)
         plain = build(layout, plain_pieces(stages))
-        assert [[op for op in row if op.kind != "M"] for row in program.rows] == [
-            [*row] for row in plain.rows
-        ]
+        assert [
+            [op for op in row if op.kind != "M"] for row in program.rows
+        ] == [[*row] for row in plain.rows]
         forwards = forward_only(program, layout)
         check(forwards)
         assert [r.count(Op("M", 1)) for r in forwards.rows] == [
@@ -67,7 +73,9 @@ def test_ranks_agree_on_scales_once_a_step_and_before_they_compute() -> None:
         ]
 
 
-def test_choices_are_summed_behind_each_forward_however_often_it_is_computed() -> None:
+def test_choices_are_summed_behind_each_forward_however_often_it_is_computed() -> (
+    None
+):
     for text in (
         "cp2 accum:2",
         "cp2 accum:2 recompute:all",
@@ -82,14 +90,22 @@ def test_choices_are_summed_behind_each_forward_however_often_it_is_computed() -
         )
         check(program)
         for row in program.rows:
-            words = [str(op) for op in row if op.kind == "C" or op.kind in ops.COMPUTES]
-            forwards = [n for n, word in enumerate(words) if word.startswith("1F")]
+            words = [
+                str(op)
+                for op in row
+                if op.kind == "C" or op.kind in ops.COMPUTES
+            ]
+            forwards = [
+                n for n, word in enumerate(words) if word.startswith("1F")
+            ]
             assert [words[n + 1] for n in forwards] == [
                 words[n].replace("F", "C") for n in forwards
             ]
             assert sum(op.kind == "C" for op in row) == len(forwards)
         assert not any(
-            op.kind == "C" for row in forward_only(program, layout).rows for op in row
+            op.kind == "C"
+            for row in forward_only(program, layout).rows
+            for op in row
         )
 
 
@@ -101,19 +117,27 @@ def test_frozen_units_are_gathered_at_most_and_never_summed_or_updated(
 ) -> None:
     layout = Layout.parse(text)
     stages = [range(3), range(3, 6)] if layout.pp > 1 else [range(6)]
-    program = build(layout, plain_pieces(stages, tied=((5, 0),), frozen=(0, 1, 5)))
+    program = build(
+        layout, plain_pieces(stages, tied=((5, 0),), frozen=(0, 1, 5))
+    )
     check(program)
     assert Program.parse(str(program)) == program
     units = {
-        kind: {op.piece for row in program.rows for op in row if op.kind == kind}
+        kind: {
+            op.piece for row in program.rows for op in row if op.kind == kind
+        }
         for kind in "GSUT"
     }
     assert units["S"] == units["U"] == {2, 3, 4}
-    assert units["G"] == ({0, 1, 2, 3, 4, 5} if layout.zero == 3 else {2, 3, 4})
+    assert units["G"] == (
+        {0, 1, 2, 3, 4, 5} if layout.zero == 3 else {2, 3, 4}
+    )
     assert units["T"] == set()
     plain = build(layout, plain_pieces(stages, tied=((5, 0),)))
     sizes = Sizes.counts(6)
-    for some, every in zip(peaks(program, sizes), peaks(plain, sizes), strict=True):
+    for some, every in zip(
+        peaks(program, sizes), peaks(plain, sizes), strict=True
+    ):
         assert some.kinds["gradients"] <= every.kinds["gradients"]
     assert sum(p.kinds["gradients"] for p in peaks(program, sizes)) < sum(
         p.kinds["gradients"] for p in peaks(plain, sizes)
@@ -128,7 +152,9 @@ def test_stages_become_their_pieces_and_backward_goes_down() -> None:
     ]
 
 
-def test_a_send_follows_its_value_and_a_receive_stands_one_computation_ahead() -> None:
+def test_a_send_follows_its_value_and_a_receive_stands_one_computation_ahead() -> (
+    None
+):
     for name, m in product(("gpipe", "1f1b", "zb-h1", "zb-h2"), (1, 2, 5)):
         for row in pipeline(name, 4, m).rows:
             works = [op for op in row if op.kind in "FBIW"]
@@ -155,15 +181,21 @@ def test_gathers_run_ahead_by_the_prefetch_distance_and_the_pool_has_one_more(
     prefetch: int,
 ) -> None:
     for pieces, m in product((1, 2, 3, 5), (1, 2, 3)):
-        program = gather(_one(pieces, m), each_use=True, drop=True, prefetch=prefetch)
+        program = gather(
+            _one(pieces, m), each_use=True, drop=True, prefetch=prefetch
+        )
         assert faults(program) == ()
         assert _most_gathered(program, 0) <= min(prefetch + 1, pieces)
         if m > 1 or pieces > 2:
             assert _most_gathered(program, 0) == min(prefetch + 1, pieces)
         once = step(f"dp2 zero1 accum:{m} prefetch:{prefetch}", pieces)
-        before = [op.kind for op in once.rows[0]].index("F") - 1  # the count of tokens
+        before = [op.kind for op in once.rows[0]].index(
+            "F"
+        ) - 1  # the count of tokens
         assert before == (pieces if prefetch else 1)
-        assert check(program).counts[0].kinds["gathered"] == _most_gathered(program, 0)
+        assert check(program).counts[0].kinds["gathered"] == _most_gathered(
+            program, 0
+        )
 
 
 def _most_gathered(program: Program, row: int) -> int:
@@ -187,13 +219,18 @@ def test_the_proof_counts_the_pool_of_every_layout() -> None:
         program = step(text, 12, tied=tied)
         proof = check(program)
         for row in range(len(program.rows)):
-            assert proof.counts[row].kinds["gathered"] == _most_gathered(program, row)
+            assert proof.counts[row].kinds["gathered"] == _most_gathered(
+                program, row
+            )
 
 
 def test_the_last_block_is_not_dropped_between_forward_and_backward() -> None:
     (row,) = _kinds(gather(_one(4, 1), each_use=True, drop=True), "FBGD")
     forward = "0G 1G 0F0 0D 2G 1F0 1D 3G 2F0 2D 2G#1 3F0"
-    assert " ".join(row) == forward + " 3B0 3D 1G#1 2B0 2D#1 0G#1 1B0 1D#1 0B0 0D#1"
+    assert (
+        " ".join(row)
+        == forward + " 3B0 3D 1G#1 2B0 2D#1 0G#1 1B0 1D#1 0B0 0D#1"
+    )
 
 
 def test_gathering_once_a_step_fetches_each_unit_once_and_drops_it_after_its_last_use() -> (
@@ -202,13 +239,17 @@ def test_gathering_once_a_step_fetches_each_unit_once_and_drops_it_after_its_las
     kept = gather(_one(4, 3), each_use=False, drop=False)
     assert _kinds(kept, "GD") == [["0G", "1G", "2G", "3G"]]
     dropped = gather(_one(4, 3), each_use=False, drop=True)
-    assert _kinds(dropped, "GD") == [["0G", "1G", "2G", "3G", "3D", "2D", "1D", "0D"]]
+    assert _kinds(dropped, "GD") == [
+        ["0G", "1G", "2G", "3G", "3D", "2D", "1D", "0D"]
+    ]
     assert faults(kept) == faults(dropped) == ()
 
 
 def test_weights_are_not_needed_for_weight_gradients() -> None:
     """W multiplies its input by its output's gradient: the drop may stand before it."""
-    program = gather(expand(schedule("zb-h2", 1, 1), LINE), each_use=True, drop=True)
+    program = gather(
+        expand(schedule("zb-h2", 1, 1), LINE), each_use=True, drop=True
+    )
     row = program.rows[0]
     assert row.index(Op.parse("3D#1")) < row.index(Op.parse("3W0"))
 
@@ -230,27 +271,39 @@ def test_gradients_are_summed_once_a_step_or_once_a_microbatch() -> None:
                 # The stage before waits for the message, nobody for the sum.
                 last = max(i for i, op in enumerate(row) if op.kind in "BW")
                 after = [op.kind for op in row[last + 1 :]]
-                waits = [">"] * (name == "1f1b" and number == 1) + ["H"] * replicas
+                waits = [">"] * (name == "1f1b" and number == 1) + [
+                    "H"
+                ] * replicas
                 assert after == [*waits, "S"] + ["H"] * replicas
 
 
-def test_a_tied_unit_is_summed_after_both_uses_and_over_both_stages_once() -> None:
+def test_a_tied_unit_is_summed_after_both_uses_and_over_both_stages_once() -> (
+    None
+):
     one = step("dp2 accum:2", 4, tied=True)
-    assert [str(op) for op in one.rows[0] if op.kind in "ST" and op.piece == 0] == [
-        "0S"
-    ]
-    assert one.rows[0].index(Op.parse("0S")) > one.rows[0].index(Op.parse("0B1"))
+    assert [
+        str(op) for op in one.rows[0] if op.kind in "ST" and op.piece == 0
+    ] == ["0S"]
+    assert one.rows[0].index(Op.parse("0S")) > one.rows[0].index(
+        Op.parse("0B1")
+    )
     two = step("dp2 pp2 1f1b:2", 4, tied=True)
     for row in two.rows:
-        assert [str(op) for op in row if op.piece == 0 and op.kind in "STU"] == [
+        assert [
+            str(op) for op in row if op.piece == 0 and op.kind in "STU"
+        ] == [
             "0S",
             "0T",
             "0U",
         ]
     three = expand(
-        schedule("1f1b", 3, 2), [range(1), range(1, 2), range(2, 3)], ((1, 0), (2, 0))
+        schedule("1f1b", 3, 2),
+        [range(1), range(1, 2), range(2, 3)],
+        ((1, 0), (2, 0)),
     )
-    tied = finish(tie(reduce(messages(three), each_microbatch=False)), agree=False)
+    tied = finish(
+        tie(reduce(messages(three), each_microbatch=False)), agree=False
+    )
     assert faults(tied) == ()
     assert all(sum(op.kind == "T" for op in row) == 1 for row in tied.rows)
 
@@ -296,7 +349,12 @@ def test_inside_a_recomputed_segment_there_is_nothing_to_move_out() -> None:
     program = offload_activations(again)
     assert faults(program) == ()
     # The last segment is fresh and kept whole; of the first one only its input is there to move.
-    assert {op.piece for op in program.rows[0] if op.kind == "O"} == {0, 4, 5, 6}
+    assert {op.piece for op in program.rows[0] if op.kind == "O"} == {
+        0,
+        4,
+        5,
+        6,
+    }
 
 
 @pytest.mark.parametrize(
@@ -339,7 +397,9 @@ def test_the_last_segment_of_a_stage_is_computed_again_also_where_it_is_shorter(
 
 def test_a_last_segment_that_was_just_computed_is_not_computed_again() -> None:
     for pieces, every, fresh in ((5, 2, 1), (8, 3, 2), (6, 3, 3)):
-        (row,) = recompute(_one(pieces, 1), [range(pieces)], f"every={every}").rows
+        (row,) = recompute(
+            _one(pieces, 1), [range(pieces)], f"every={every}"
+        ).rows
         again = [op.piece for op in row if op.kind == "R"]
         assert sorted(again) == [*range(pieces - fresh)]
 
@@ -348,7 +408,10 @@ def test_a_last_segment_that_was_just_computed_is_not_computed_again() -> None:
     ("mode", "segments"),
     [
         ("every=4", [range(8), range(8, 12)]),
-        ("sqrt", [range(2), range(2, 8), range(8, 12)]),  # the root of 6 rounds to 2
+        (
+            "sqrt",
+            [range(2), range(2, 8), range(8, 12)],
+        ),  # the root of 6 rounds to 2
     ],
 )
 def test_a_segment_counts_the_three_pieces_of_a_block_with_experts_as_one(
@@ -356,8 +419,12 @@ def test_a_segment_counts_the_three_pieces_of_a_block_with_experts_as_one(
 ) -> None:
     """An embedding, a dense block, three blocks with experts of three pieces each, a head: six in all."""
     stages, experts = [range(12)], (3, 6, 9)
-    program = recompute(expand(schedule("gpipe", 1, 2), stages), stages, mode, experts)
-    again = [op.piece for op in program.rows[0] if op.kind == "R" and op.index == 0]
+    program = recompute(
+        expand(schedule("gpipe", 1, 2), stages), stages, mode, experts
+    )
+    again = [
+        op.piece for op in program.rows[0] if op.kind == "R" and op.index == 0
+    ]
     assert again == [piece for segment in segments[::-1] for piece in segment]
 
 
@@ -367,29 +434,39 @@ def test_a_part_of_each_block_is_recomputed_before_its_backward() -> None:
         "0F0 1F0 2F0 3F0 3B0 2P0 2B0 1P0 1B0 0B0 0F1 1F1 2F1 3F1 3B1 2P1 2B1 1P1 1B1 0B1"
     ]
     stages = [range(n, n + 1) for n in range(3)]
-    split = recompute(expand(schedule("zb-h1", 3, 4), stages), stages, "selective")
+    split = recompute(
+        expand(schedule("zb-h1", 3, 4), stages), stages, "selective"
+    )
     again = {
-        n: [op for op in row if op.kind == "P"] for n, row in enumerate(split.rows)
+        n: [op for op in row if op.kind == "P"]
+        for n, row in enumerate(split.rows)
     }
     assert again == {0: [], 1: [Op("P", 1, m) for m in range(4)], 2: []}
     for op in again[1]:
-        assert split.rows[1].index(op) + 1 == split.rows[1].index(Op("I", 1, op.index))
+        assert split.rows[1].index(op) + 1 == split.rows[1].index(
+            Op("I", 1, op.index)
+        )
 
 
 def _sizes(pieces: int, kept: float = 10, entry: float = 1) -> Sizes:
     return Sizes(kept=(kept,) * pieces, input=(entry,) * pieces)
 
 
-def test_recompute_to_fit_recomputes_more_on_the_early_stages_of_1f1b() -> None:
+def test_recompute_to_fit_recomputes_more_on_the_early_stages_of_1f1b() -> (
+    None
+):
     """Rank r of 1F1B holds P - r microbatches, so the early stages run out of memory first."""
     stages = [range(4 * r, 4 * r + 4) for r in range(4)]
     program = expand(schedule("1f1b", 4, 8), stages)
     found = recompute_to_fit(program, _sizes(16), [70] * 4)
-    again = [len({op.piece for op in row if op.kind == "R"}) for row in found.rows]
+    again = [
+        len({op.piece for op in row if op.kind == "R"}) for row in found.rows
+    ]
     assert again == sorted(again, reverse=True)
     assert again[0] > again[1] > again[2] > again[3] == 0
     assert all(
-        peak.total <= 70 for peak in check(messages(found), _sizes(16)).bytes or ()
+        peak.total <= 70
+        for peak in check(messages(found), _sizes(16)).bytes or ()
     )
 
 
@@ -406,7 +483,9 @@ def test_recompute_to_fit_recomputes_no_piece_too_many() -> None:
         for row, stage in enumerate(stages):
             subsets = [c for n in range(4) for c in combinations(stage, n)]
             fitting = [
-                len(c) for c in subsets if _peak_with(program, sizes, row, c) <= limit
+                len(c)
+                for c in subsets
+                if _peak_with(program, sizes, row, c) <= limit
             ]
             if found is not None:
                 assert len(
@@ -422,11 +501,15 @@ def test_recompute_to_fit_recomputes_no_piece_too_many() -> None:
 def _peak_with(
     program: Program, sizes: Sizes, row: int, pieces: Sequence[int]
 ) -> float:
-    chosen = [[range(p, p + 1) for p in pieces] if r == row else [] for r in range(2)]
+    chosen = [
+        [range(p, p + 1) for p in pieces] if r == row else [] for r in range(2)
+    ]
     return peaks(_with_segments(program, chosen), sizes)[row].total
 
 
-def test_a_limit_that_nothing_meets_is_refused_with_rank_bytes_and_operation() -> None:
+def test_a_limit_that_nothing_meets_is_refused_with_rank_bytes_and_operation() -> (
+    None
+):
     program = expand(schedule("1f1b", 2, 4), [range(2), range(2, 4)])
     with pytest.raises(
         ProgramError, match=r"rank 0 holds 13 bytes at 1R0 .* the limit is 5"
@@ -434,7 +517,9 @@ def test_a_limit_that_nothing_meets_is_refused_with_rank_bytes_and_operation() -
         recompute_to_fit(program, _sizes(4), [5, 100])
 
 
-def test_fit_counts_the_gathered_weights_and_gradients_that_later_passes_add() -> None:
+def test_fit_counts_the_gathered_weights_and_gradients_that_later_passes_add() -> (
+    None
+):
     layout = Layout.parse("dp2 pp2 1f1b:4 zero3 recompute:fit")
     one = (1.0,) * 8
     sizes = Sizes(
@@ -457,7 +542,10 @@ def test_fit_counts_the_gathered_weights_and_gradients_that_later_passes_add() -
             plain_pieces(stages),
             StepOptions(agree=False, sizes=sizes, limit=limit),
         )
-        assert max(peak.total for peak in check(found, sizes).bytes or ()) <= limit
+        assert (
+            max(peak.total for peak in check(found, sizes).bytes or ())
+            <= limit
+        )
     assert (
         build(
             layout,

@@ -7,35 +7,57 @@ import pytest
 from program_worlds import per_rank, step
 
 from phalanx.layout import Layout, Mesh, Shape, staged_pieces
-from phalanx.program import KINDS, Op, Program, ProgramError, StepOptions, build
+from phalanx.program import (
+    KINDS,
+    Op,
+    Program,
+    ProgramError,
+    StepOptions,
+    build,
+)
 
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def test_every_operation_prints_and_parses_back_and_no_two_print_alike() -> None:
+def test_every_operation_prints_and_parses_back_and_no_two_print_alike() -> (
+    None
+):
     ops = [
         Op(k, p, m)
-        for k, p, m in product("FBIWRPCKEJOZMGLDSHTQUYV", (0, 2, 13), (0, 1, 27))
+        for k, p, m in product(
+            "FBIWRPCKEJOZMGLDSHTQUYV", (0, 2, 13), (0, 1, 27)
+        )
     ]
     ops += [Op(k, -1, n) for k, n in product("NA", (0, 3))]
     ops += [
         Op(kind, p, m, of, p + way)
-        for kind, p, m, of, way in product("<>", (3, 12), (0, 11), "FBI", (-1, 1))
+        for kind, p, m, of, way in product(
+            "<>", (3, 12), (0, 11), "FBI", (-1, 1)
+        )
     ]
     assert {op.kind for op in ops} == set(KINDS)
     assert len({str(op) for op in ops}) == len(ops)
     for op in ops:
         assert Op.parse(str(op)) == op
     words = [
-        str(op) for op in (Op("F", 2, 0), Op("G", 2, 1), Op("N"), Op("<", 3, 0, "F", 2))
+        str(op)
+        for op in (
+            Op("F", 2, 0),
+            Op("G", 2, 1),
+            Op("N"),
+            Op("<", 3, 0, "F", 2),
+        )
     ]
     assert words == ["2F0", "2G#1", "N", "3F0<2"]
 
 
 @pytest.mark.parametrize(
-    "word", ["2f0", "F0", "2F", "2X0", "2N", "G", "2F0>", "2W0>3", "2F0 ", "", "2G#"]
+    "word",
+    ["2f0", "F0", "2F", "2X0", "2N", "G", "2F0>", "2W0>3", "2F0 ", "", "2G#"],
 )
-def test_a_word_that_is_no_operation_is_refused_with_examples(word: str) -> None:
+def test_a_word_that_is_no_operation_is_refused_with_examples(
+    word: str,
+) -> None:
     with pytest.raises(ProgramError, match="is not an operation"):
         Op.parse(word)
 
@@ -68,13 +90,25 @@ def test_a_person_may_add_comments_and_break_lines() -> None:
     "change, parts",
     [
         (("0F0", "0f0"), ("mine.txt, line 4", "'0f0' is not an operation")),
-        (("mesh pp2", "mesh qq2"), ("mine.txt, line 2", "'qq2' is not an axis")),
+        (
+            ("mesh pp2", "mesh qq2"),
+            ("mine.txt, line 2", "'qq2' is not an axis"),
+        ),
         (("tied 1:0", "tied one"), ("mine.txt, line 3", "tied PIECE:UNIT")),
         (("ranks 1:", "ranks one:"), ("mine.txt, line 5", "ranks 0,1:")),
-        (("ranks 1:", "ranks 0:"), ("mine.txt, line 5", "rank 0 has a list already")),
-        (("ranks 1:", "rank 1:"), ("mine.txt, line 5", "none of 'mesh', 'tied'")),
+        (
+            ("ranks 1:", "ranks 0:"),
+            ("mine.txt, line 5", "rank 0 has a list already"),
+        ),
+        (
+            ("ranks 1:", "rank 1:"),
+            ("mine.txt, line 5", "none of 'mesh', 'tied'"),
+        ),
         (("ranks 0:", " "), ("mine.txt, line 4", "before the first 'ranks")),
-        (("mesh pp2", "mesh pp3"), ("mine.txt", "ranks 0 to 2", "ranks 2 are missing")),
+        (
+            ("mesh pp2", "mesh pp3"),
+            ("mine.txt", "ranks 0 to 2", "ranks 2 are missing"),
+        ),
         (("phalanx program 1", "phalanx program 2"), ("mine.txt, line 1",)),
     ],
 )
@@ -112,8 +146,16 @@ GOLDEN = {
         "tiny",
         True,
     ),
-    "tiny-zb-v-zero3-each-use": ("dp2 pp2 zb-v:3 zero3 gather:micro", "tiny", False),
-    "tiny-offloaded": ("pp2 gpipe:2 offload:activations,weights", "tiny", False),
+    "tiny-zb-v-zero3-each-use": (
+        "dp2 pp2 zb-v:3 zero3 gather:micro",
+        "tiny",
+        False,
+    ),
+    "tiny-offloaded": (
+        "pp2 gpipe:2 offload:activations,weights",
+        "tiny",
+        False,
+    ),
 }
 
 
@@ -122,7 +164,9 @@ def golden(name: str) -> Program:
     text, model, agree = GOLDEN[name]
     layout = Layout.parse(text)
     return build(
-        layout, staged_pieces(layout, Shape.load(model)), StepOptions(agree=agree)
+        layout,
+        staged_pieces(layout, Shape.load(model)),
+        StepOptions(agree=agree),
     )
 
 

@@ -3,7 +3,14 @@
 from itertools import product
 
 import pytest
-from program_worlds import PIPELINES, pipeline, shares, split_costs, step, whole_costs
+from program_worlds import (
+    PIPELINES,
+    pipeline,
+    shares,
+    split_costs,
+    step,
+    whole_costs,
+)
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from phalanx.program import (
@@ -72,10 +79,13 @@ def test_interleaved_holds_its_warm_up_and_one_more_chunk(chunks: int) -> None:
     """Narayanan et al. 2021, section 2.2.2: (v - 1) P + 2 (P - r - 1) chunks before the first B."""
     for p, m in SMALL:
         if m % p == 0 and m > p:
-            held = [((chunks - 1) * p + 2 * (p - r - 1) + 1) / chunks for r in range(p)]
-            assert check(pipeline("interleaved", p, m, chunks)).held == pytest.approx(
-                held
-            )
+            held = [
+                ((chunks - 1) * p + 2 * (p - r - 1) + 1) / chunks
+                for r in range(p)
+            ]
+            assert check(
+                pipeline("interleaved", p, m, chunks)
+            ).held == pytest.approx(held)
 
 
 def test_zb_h1_exceeds_the_ideal_by_p_minus_1_at_the_memory_of_1f1b() -> None:
@@ -85,7 +95,9 @@ def test_zb_h1_exceeds_the_ideal_by_p_minus_1_at_the_memory_of_1f1b() -> None:
         found = simulate(program, split_costs(p))
         if m >= p:
             assert found.makespan - found.ideal == p - 1
-        assert max(check(program).held) == max(check(pipeline("1f1b", p, m)).held)
+        assert max(check(program).held) == max(
+            check(pipeline("1f1b", p, m)).held
+        )
 
 
 def test_zb_h2_has_no_inner_idle_at_about_twice_the_memory() -> None:
@@ -158,10 +170,16 @@ def test_every_small_schedule_is_proved(name: str, chunks: int) -> None:
         (("1f1b", 4, 0), "microbatches is 0"),
         (("zb-h1", 4, 4, 0), "chunks is 0"),
         (("gpipe", 4, 4, 2), "gpipe takes 1 chunks a stage, not 2"),
-        (("interleaved", 4, 4, 1), "interleaved takes 2 to 64 chunks a stage, not 1"),
+        (
+            ("interleaved", 4, 4, 1),
+            "interleaved takes 2 to 64 chunks a stage, not 1",
+        ),
         (("zb-v", 4, 4, 3), "zb-v takes 2 chunks a stage, not 3"),
         (("accum", 2, 4), "accum is for one stage, not 2"),
-        (("naive", 4, 2), "naive takes the batch whole, as 1 microbatch, not 2"),
+        (
+            ("naive", 4, 2),
+            "naive takes the batch whole, as 1 microbatch, not 2",
+        ),
         (("1fb1", 4, 4), "unknown schedule '1fb1'. Did you mean '1f1b'"),
         (("nowhere.py:f", 2, 2), "there is no file nowhere.py with 'f'"),
     ],
@@ -214,7 +232,9 @@ def test_a_forward_beside_a_backward_stands_where_torch_has_it(p: int) -> None:
         ours = schedule("dualpipe-v", p, m, 2).rows
         for rank in range(p):
             actions = Order(m)._calculate_single_rank_operations(rank)
-            theirs = [one for a in actions if a for one in (a.sub_actions or (a,))]
+            theirs = [
+                one for a in actions if a for one in (a.sub_actions or (a,))
+            ]
             assert [tuple(op[:3]) for op in ours[rank]] == [
                 (kind, one.stage_index, one.microbatch_index)
                 for one in theirs
@@ -222,11 +242,16 @@ def test_a_forward_beside_a_backward_stands_where_torch_has_it(p: int) -> None:
             ]
 
 
-def test_a_rank_that_is_slower_or_a_stage_that_is_dearer_sets_the_pace() -> None:
+def test_a_rank_that_is_slower_or_a_stage_that_is_dearer_sets_the_pace() -> (
+    None
+):
     plain = simulate(pipeline("1f1b", 4, 64), whole_costs(4))
-    slow = simulate(pipeline("1f1b", 4, 64), Costs({"F": 1, "B": 2}, ranks={2: 2.0}))
+    slow = simulate(
+        pipeline("1f1b", 4, 64), Costs({"F": 1, "B": 2}, ranks={2: 2.0})
+    )
     dear = simulate(
-        pipeline("1f1b", 4, 64), Costs({"F": 1, "B": 2}, share={**shares(4, 1), 2: 2.0})
+        pipeline("1f1b", 4, 64),
+        Costs({"F": 1, "B": 2}, share={**shares(4, 1), 2: 2.0}),
     )
     assert slow.makespan == dear.makespan
     assert slow.ideal == 2 * plain.ideal

@@ -32,7 +32,15 @@ def _costs(stages: int) -> dict[str, Costs]:
     }
 
 
-WORLDS = [(2, 5, 1), (3, 3, 1), (4, 8, 1), (4, 2, 1), (2, 4, 2), (3, 3, 2), (2, 4, 3)]
+WORLDS = [
+    (2, 5, 1),
+    (3, 3, 1),
+    (4, 8, 1),
+    (4, 2, 1),
+    (2, 4, 2),
+    (3, 3, 2),
+    (2, 4, 3),
+]
 
 
 @pytest.mark.parametrize("stages, microbatches, chunks", WORLDS)
@@ -45,22 +53,31 @@ def test_searched_never_loses_to_a_named_schedule_on_the_same_costs_and_limits(
         [stages - r for r in range(stages)],
         [2 * stages - 1] * stages,
     ]
-    named = [pipeline(n, stages, microbatches, v) for n, v in PIPELINES if v == chunks]
+    named = [
+        pipeline(n, stages, microbatches, v)
+        for n, v in PIPELINES
+        if v == chunks
+    ]
     for costs, limit in product(_costs(stages * chunks).values(), limits):
         program = messages(search(stages, microbatches, chunks, costs, limit))
         assert faults(program) == ()
         time = simulate(program, costs).makespan
         if limit:
             assert all(
-                h <= n + 1e-9 for h, n in zip(check(program).held, limit, strict=True)
+                h <= n + 1e-9
+                for h, n in zip(check(program).held, limit, strict=True)
             )
         for other in named:
             held = check(other).held
-            if limit is None or all(h <= n for h, n in zip(held, limit, strict=True)):
+            if limit is None or all(
+                h <= n for h, n in zip(held, limit, strict=True)
+            ):
                 assert time <= simulate(other, costs).makespan + 1e-9
 
 
-def test_searched_leaves_no_bubble_where_zero_bubble_schedules_leave_none() -> None:
+def test_searched_leaves_no_bubble_where_zero_bubble_schedules_leave_none() -> (
+    None
+):
     costs = Costs({"F": 1, "I": 1, "W": 1})
     for stages, m in ((2, 4), (4, 8), (4, 16), (6, 12)):
         for limits in (None, [stages] * stages):
@@ -72,10 +89,15 @@ def test_every_limit_that_lets_one_microbatch_in_has_an_order() -> None:
     for stages, chunks in product((1, 3), (1, 2, 3)):
         for limits in ([1] * stages, [1 + r % 2 for r in range(stages)]):
             program = messages(
-                search(stages, 4, chunks, Costs({"F": 1, "I": 1, "W": 1}), limits)
+                search(
+                    stages, 4, chunks, Costs({"F": 1, "I": 1, "W": 1}), limits
+                )
             )
             assert faults(program) == ()
-            assert all(h <= n for h, n in zip(check(program).held, limits, strict=True))
+            assert all(
+                h <= n
+                for h, n in zip(check(program).held, limits, strict=True)
+            )
 
 
 def test_a_limit_without_an_order_is_refused_with_the_numbers() -> None:
@@ -95,7 +117,9 @@ def test_whole_backwards_take_the_time_of_the_textbook() -> None:
         )
 
 
-def test_a_layout_s_search_orders_whole_stages_by_what_their_pieces_cost() -> None:
+def test_a_layout_s_search_orders_whole_stages_by_what_their_pieces_cost() -> (
+    None
+):
     layout = Layout.parse("pp3 searched:6")
     stages = [range(3), range(3, 4), range(4, 6)]
     costs = Costs({"F": 1, "I": 1, "W": 1}, {("F", 1): 3.0, ("I", 4): 2.0})

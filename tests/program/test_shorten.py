@@ -30,14 +30,18 @@ OTHERS = (
 def _whole(monkeypatch: pytest.MonkeyPatch, of: Any, *args: Any) -> Any:
     """The same of the program in its full length."""
     with monkeypatch.context() as patch:
-        patch.setitem(faults.__wrapped__.__globals__, "shortened", lambda program: None)
+        patch.setitem(
+            faults.__wrapped__.__globals__, "shortened", lambda program: None
+        )
         return of(*args)
 
 
 def _proves(program: Program) -> bool:
     short = shortened(program)
     return bool(
-        short and not faults(short.program) and short.proves(graph(short.program))
+        short
+        and not faults(short.program)
+        and short.proves(graph(short.program))
     )
 
 
@@ -50,9 +54,16 @@ def test_the_proof_of_a_long_step_is_that_of_the_whole_program(
     assert _proves(program) == (text in PROVED_SHORT)
     thirds = tuple(1 + piece / 3 for piece in range(12))
     sizes = Sizes(
-        kept=thirds, input=thirds, temporary=thirds, gradient=thirds, edge=thirds
+        kept=thirds,
+        input=thirds,
+        temporary=thirds,
+        gradient=thirds,
+        edge=thirds,
     )
-    ours, whole = check(program, sizes), _whole(monkeypatch, check, program, sizes)
+    ours, whole = (
+        check(program, sizes),
+        _whole(monkeypatch, check, program, sizes),
+    )
     assert ours.held == whole.held
     assert ours.counts == whole.counts
     assert ours.bytes
@@ -82,7 +93,8 @@ def test_whatever_is_wrong_anywhere_in_a_long_step_is_found(
     for number, row in enumerate(program.rows):
         for other in _spoilt(row):
             rows = [
-                other if n == number else same for n, same in enumerate(program.rows)
+                other if n == number else same
+                for n, same in enumerate(program.rows)
             ]
             spoilt = program.with_rows(rows)
             assert faults(spoilt) == _whole(monkeypatch, faults, spoilt)
@@ -107,7 +119,9 @@ def test_a_steady_state_that_waits_for_itself_is_a_deadlock_however_long(
         assert found == _whole(monkeypatch, faults, program), warmups
         verdicts.add((not found, _proves(program)))
         # A forward passes all stages before its backward begins.
-        assert bool(found) == any(a < b for a, b in itertools.pairwise(warmups))
+        assert bool(found) == any(
+            a < b for a, b in itertools.pairwise(warmups)
+        )
     assert verdicts >= {(True, True), (False, False)}
     assert (False, True) not in verdicts
 

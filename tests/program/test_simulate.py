@@ -25,12 +25,16 @@ from phalanx.program.ops import COMPUTE
 
 
 def _at(timeline: Timeline, word: str, rank: int = 0) -> tuple[float, float]:
-    (span,) = [s for s in timeline.spans if s.op == Op.parse(word) and s.rank == rank]
+    (span,) = [
+        s for s in timeline.spans if s.op == Op.parse(word) and s.rank == rank
+    ]
     return span.start, span.end
 
 
 def test_a_small_pipeline_runs_as_worked_out_by_hand() -> None:
-    timeline = simulate(pipeline("1f1b", 2, 2), Costs({"F": 1, "B": 2, "send": 0.5}))
+    timeline = simulate(
+        pipeline("1f1b", 2, 2), Costs({"F": 1, "B": 2, "send": 0.5})
+    )
     by_hand = {
         (0, "0F0"): (0, 1), (0, "0F0>1"): (1, 1.5), (0, "0F1"): (1, 2), (0, "0F1>1"): (2.5, 3),
         (1, "1F0"): (1.5, 2.5), (1, "1B0"): (2.5, 4.5), (1, "1B0>0"): (4.5, 5), (1, "1F1"): (4.5, 5.5),
@@ -47,7 +51,9 @@ def test_a_small_pipeline_runs_as_worked_out_by_hand() -> None:
     assert timeline.exposed(0) == pytest.approx(0.5 + 0.5 + 0.5)
 
 
-def test_nothing_starts_before_what_it_needs_and_lanes_keep_their_order() -> None:
+def test_nothing_starts_before_what_it_needs_and_lanes_keep_their_order() -> (
+    None
+):
     texts = (
         "dp2 pp2 1f1b:4 zero3 gather:micro",
         "pp2 zb-v:4",
@@ -63,7 +69,9 @@ def test_nothing_starts_before_what_it_needs_and_lanes_keep_their_order() -> Non
         for i, span in enumerate(timeline.spans):
             assert all(ends[j] <= span.start for j in made.before[i])
         for rank, lane in timeline.lanes:
-            mine = [s for s in timeline.spans if (s.rank, s.lane) == (rank, lane)]
+            mine = [
+                s for s in timeline.spans if (s.rank, s.lane) == (rank, lane)
+            ]
             assert all(a.end <= b.start for a, b in pairwise(mine))
         # As soon as possible: every event starts when the last of what it waits for has ended.
         for event in made.events:
@@ -81,9 +89,13 @@ def test_a_collective_starts_when_its_last_member_calls() -> None:
     assert timeline.exposed(0) == 1
 
 
-def test_costs_may_differ_by_piece_and_by_rank_and_derive_what_is_left_out() -> None:
+def test_costs_may_differ_by_piece_and_by_rank_and_derive_what_is_left_out() -> (
+    None
+):
     costs = Costs(
-        {"F": 1, "B": 4}, {("F", 1): 3, ("I", 2): 5, ("W", 2): 1, ("B", 3): 8}, {1: 2.0}
+        {"F": 1, "B": 4},
+        {("F", 1): 3, ("I", 2): 5, ("W", 2): 1, ("B", 3): 8},
+        {1: 2.0},
     )
     expected = {
         "0F0": 1, "0B0": 4, "0I0": 2, "0W0": 2, "0R0": 1, "1F0": 3, "1R0": 3, "2B0": 6, "3I0": 4, "3W0": 4,
@@ -95,14 +107,17 @@ def test_costs_may_differ_by_piece_and_by_rank_and_derive_what_is_left_out() -> 
         assert costs.of(Op.parse(word), 1) == time * slower
     assert Costs({"F": 1, "I": 1, "W": 2}).of(Op.parse("0B0"), 0) == 3
     assert Costs({"send": 2}).of(Op.parse("0F0>1"), 0) == 2
-    assert Costs({"F": 1, "A": 3}, share={0: 0.25}).of(Op.parse("0F0"), 0) == 0.25
+    assert (
+        Costs({"F": 1, "A": 3}, share={0: 0.25}).of(Op.parse("0F0"), 0) == 0.25
+    )
     assert Costs({"F": 1, "A": 3}, share={0: 0.25}).of(Op("A"), 0) == 3
 
 
 def test_gathering_ahead_hides_what_gathering_at_once_exposes() -> None:
     costs = Costs({"F": 2, "B": 4, "G": 1, "S": 1})
     exposed = [
-        simulate(step(f"dp2 zero3 prefetch:{n}", 6), costs).exposed(0) for n in (0, 1)
+        simulate(step(f"dp2 zero3 prefetch:{n}", 6), costs).exposed(0)
+        for n in (0, 1)
     ]
     # Prefetch 0 waits for every gather but those joined at the turn; ahead, for the first and last.
     assert exposed[0] > exposed[1]
@@ -113,7 +128,9 @@ def test_gathers_of_a_step_are_under_way_on_all_stages_at_once() -> None:
     """Four pieces a stage, gathered in 3 s each: both stages have theirs after 12 s, the first then
     computes its fourth piece, the second its four."""
     program = step("dp2 pp2 zero1 1f1b:2", 8)
-    assert _at(simulate(program, Costs({"F": 1, "B": 2, "G": 3})), "7F0", 1) == (16, 17)
+    assert _at(
+        simulate(program, Costs({"F": 1, "B": 2, "G": 3})), "7F0", 1
+    ) == (16, 17)
 
 
 def test_sums_once_a_step_hold_up_nobody() -> None:
@@ -121,9 +138,13 @@ def test_sums_once_a_step_hold_up_nobody() -> None:
     for text in ("1f1b:6", "gpipe:6", "interleaved2:6", "zb-h1:6"):
         program = step(f"dp2 pp3 zero1 {text}", 12, agree=True)
         costs = {"F": 1, "B": 2, "I": 1, "W": 1}
-        slow, none = (simulate(program, Costs(costs | {"S": each})) for each in (20, 0))
+        slow, none = (
+            simulate(program, Costs(costs | {"S": each})) for each in (20, 0)
+        )
         for now, then in zip(slow.spans, none.spans, strict=True):
-            assert now.lane != COMPUTE or now.op.kind == "U" or now == then, text
+            assert now.lane != COMPUTE or now.op.kind == "U" or now == then, (
+                text
+            )
 
 
 def test_a_program_that_never_ends_is_refused() -> None:
@@ -145,7 +166,8 @@ def test_repeated_steps_follow_each_other_without_a_barrier() -> None:
     assert three.microbatches == 9
     costs = Costs({"F": 1, "B": 2, "G": 0.1, "U": 0.1})
     assert (
-        simulate(three, costs).makespan <= 3 * simulate(program, costs).makespan + 1e-9
+        simulate(three, costs).makespan
+        <= 3 * simulate(program, costs).makespan + 1e-9
     )
     update = _at(simulate(repeat(program, 2), costs), "0U")
     again = _at(simulate(repeat(program, 2), costs), "0G#1")
@@ -173,7 +195,12 @@ def test_a_timeline_saves_and_loads_and_what_is_none_is_refused() -> None:
 
 def test_an_empty_timeline_is_nothing() -> None:
     empty = Timeline(())
-    assert (empty.makespan, empty.ideal, empty.bubble_fraction, empty.lanes) == (
+    assert (
+        empty.makespan,
+        empty.ideal,
+        empty.bubble_fraction,
+        empty.lanes,
+    ) == (
         0,
         0,
         0,

@@ -23,7 +23,15 @@ from phalanx.draw import (
 )
 from phalanx.layout import Layout, Shape, plain_pieces, staged_pieces
 from phalanx.parallel import build_model
-from phalanx.program import Op, Recorded, Span, StepOptions, Timeline, build, simulate
+from phalanx.program import (
+    Op,
+    Recorded,
+    Span,
+    StepOptions,
+    Timeline,
+    build,
+    simulate,
+)
 from phalanx.report import report
 from phalanx.report.faults import BINS, faults_svg
 from phalanx.report.scaling import scaling_svg, speeds
@@ -50,7 +58,9 @@ SPANS = (
     Span(0, "gather", Op("G", 0), 0.0, 3.0),  # nothing is computed until 2
     Span(0, "compute", F, 2.0, 5.0),
     Span(0, "act", Op(">", 0, 0, "F", 1), 5.0, 5.5),
-    Span(0, "reduce", Op("S", 0), 5.0, 9.0),  # exposed from 5.5 to 6 and from 8 to 9
+    Span(
+        0, "reduce", Op("S", 0), 5.0, 9.0
+    ),  # exposed from 5.5 to 6 and from 8 to 9
     Span(0, "compute", B, 6.0, 8.0),
     Span(1, "compute", F, 0.0, 10.0),
 )
@@ -65,11 +75,15 @@ def test_the_parts_of_a_step_are_bars_as_long_as_their_time() -> None:
     drawn = breakdown_svg(Picture("", Timeline(SPANS)), 860)
     found = {}
     for bar, words in tips(drawn, "rect"):
-        match = re.match(r"(rank \d): (.+?) ([\d.]+), ([\d.]+) % of the step", words)
+        match = re.match(
+            r"(rank \d): (.+?) ([\d.]+), ([\d.]+) % of the step", words
+        )
         assert match
         assert float(match[4]) == pytest.approx(100 * float(match[3]) / 10)
         name = (
-            match[2].replace("send and receive", "message").replace("send", "message")
+            match[2]
+            .replace("send and receive", "message")
+            .replace("send", "message")
         )
         found[match[1], name] = float(match[3]), float(bar.get("width", 0)) + 1
     assert {key: time for key, (time, _) in found.items()} == BY_HAND
@@ -78,7 +92,10 @@ def test_the_parts_of_a_step_are_bars_as_long_as_their_time() -> None:
 
 
 def test_what_a_rank_holds_is_an_area_as_high_as_its_bytes() -> None:
-    held = ((0.0, {"weights": 100.0}), (2.0, {"weights": 100.0, "activations": 300.0}))
+    held = (
+        (0.0, {"weights": 100.0}),
+        (2.0, {"weights": 100.0, "activations": 300.0}),
+    )
     memory = {0: (*held, (6.0, {"weights": 100.0, "activations": 50.0}))}
     drawn = memory_svg(Picture("", Timeline(SPANS[:5], memory)), 860)
     # activations, over weights
@@ -88,9 +105,13 @@ def test_what_a_rank_holds_is_an_area_as_high_as_its_bytes() -> None:
     floor = max(y for _, y in corners(low))
     # 400 bytes are the whole row. Kinds are stacked by name: activations first, weights on top.
     heights = [floor - y for _, y in corners(low)][1:-1:2]
-    assert [h / 64 * 400 for h in heights] == pytest.approx([0, 300, 50], abs=0.1)
+    assert [h / 64 * 400 for h in heights] == pytest.approx(
+        [0, 300, 50], abs=0.1
+    )
     tops = [floor - y for _, y in corners(high)][1:-1:2]
-    assert [h / 64 * 400 for h in tops] == pytest.approx([100, 400, 150], abs=0.1)
+    assert [h / 64 * 400 for h in tops] == pytest.approx(
+        [100, 400, 150], abs=0.1
+    )
 
 
 def test_a_message_lasts_from_its_sending_until_it_is_received() -> None:
@@ -103,8 +124,12 @@ def test_a_message_lasts_from_its_sending_until_it_is_received() -> None:
     )
     right = simulate(program)
     end = max(s.end for s in right.spans)
-    late = tuple(s._replace(end=end) if s.op.kind == ">" else s for s in right.spans)
-    early = tuple(s._replace(start=0.0) if s.op.kind == "<" else s for s in late)
+    late = tuple(
+        s._replace(end=end) if s.op.kind == ">" else s for s in right.spans
+    )
+    early = tuple(
+        s._replace(start=0.0) if s.op.kind == "<" else s for s in late
+    )
     measured = Recorded(program, Timeline(early)).measured()
     assert measured.spans == right.spans
     picture = recorded_picture(Recorded(program, Timeline(early)))
@@ -113,8 +138,12 @@ def test_a_message_lasts_from_its_sending_until_it_is_received() -> None:
     }  # fmt: skip
 
 
-def test_a_whole_step_fits_its_width_however_short_its_operations_are() -> None:
-    spans = [Span(0, "compute", Op("F", 0, n), n, n + 1e-3) for n in range(1000)]
+def test_a_whole_step_fits_its_width_however_short_its_operations_are() -> (
+    None
+):
+    spans = [
+        Span(0, "compute", Op("F", 0, n), n, n + 1e-3) for n in range(1000)
+    ]
     drawn = xml.fromstring(svg(Picture("", Timeline(tuple(spans))), 860))
     boxes = [e for e in drawn.iter(f"{SVG}rect") if e.get("class") == "op"]
     assert len(boxes) == 1000
@@ -123,20 +152,33 @@ def test_a_whole_step_fits_its_width_however_short_its_operations_are() -> None:
 
 
 SHAPE = Shape(
-    name="s", layers=2, hidden=8, heads=2, ffn=12, vocab=16, sequence=4, batch=4
+    name="s",
+    layers=2,
+    hidden=8,
+    heads=2,
+    ffn=12,
+    vocab=16,
+    sequence=4,
+    batch=4,
 )
 
 
 def test_what_a_step_holds_is_what_the_model_has_in_bytes() -> None:
     layout = Layout.parse("")
-    program = build(layout, staged_pieces(layout, SHAPE), StepOptions(agree=False))
-    sizes = sizes_of_run(partial(build_model, SHAPE), layout, program, 4, "cpu")
+    program = build(
+        layout, staged_pieces(layout, SHAPE), StepOptions(agree=False)
+    )
+    sizes = sizes_of_run(
+        partial(build_model, SHAPE), layout, program, 4, "cpu"
+    )
     numbers = sum(p.numel() for p in build_model(SHAPE).weights.values())
     points = (simulate(program, sizes=sizes).memory or {})[0]
     assert points[0][1]["weights"] == 4 * numbers
     assert points[0][1]["optimizer"] == 8 * numbers
     # The embedding keeps its 16 tokens' numbers, and puts out 16 x 8 in float32.
-    assert max(now.get("activations", 0.0) for _, now in points) > 2 * 16 * 8 * 4
+    assert (
+        max(now.get("activations", 0.0) for _, now in points) > 2 * 16 * 8 * 4
+    )
     assert points[-1][1]["activations"] == 0
 
 
@@ -145,7 +187,9 @@ def test_what_a_step_holds_is_what_the_model_has_in_bytes() -> None:
 
 def test_each_rank_has_the_rows_that_plain_tensors_say() -> None:
     layout = Layout.parse("dp2 tp2 zero3")
-    program = build(layout, staged_pieces(layout, SHAPE), StepOptions(agree=False))
+    program = build(
+        layout, staged_pieces(layout, SHAPE), StepOptions(agree=False)
+    )
     slices = shards_of(partial(build_model, SHAPE), layout, program, 16)
     whole = torch.arange(16 * 8).view(16, 8)
     seen = []
@@ -161,22 +205,28 @@ def test_each_rank_has_the_rows_that_plain_tensors_say() -> None:
         # the vocabulary over tp
         assert torch.equal(whole[a:b, c:d], whole.chunk(2)[rank % 2])
         seen += whole[a:b, c:d].flatten()[first:last].tolist()
-    assert sorted(seen) == whole.flatten().tolist()  # each number has one owner
+    assert (
+        sorted(seen) == whole.flatten().tolist()
+    )  # each number has one owner
     drawn = shards_svg(slices, 860)
     shown = [words.split(";")[0] for _, words in tips(drawn, "rect")]
     assert len(shown) == len(set(shown))
     first = {}
     for each in slices:
-        first.setdefault((re.sub(r"\d+", "*", each.weight), each.rank), str(each))
-    assert {words.split("; and")[0] for _, words in tips(drawn, "rect")} == set(
-        first.values()
-    )
+        first.setdefault(
+            (re.sub(r"\d+", "*", each.weight), each.rank), str(each)
+        )
+    assert {
+        words.split("; and")[0] for _, words in tips(drawn, "rect")
+    } == set(first.values())
 
 
 # ---- a run
 
 
-def record(event: str, clock: float, began: float, **values: Any) -> dict[str, Any]:
+def record(
+    event: str, clock: float, began: float, **values: Any
+) -> dict[str, Any]:
     return {
         "event": event,
         "time": 1000 + clock,
@@ -207,7 +257,9 @@ SPENT = {
 }
 
 
-def test_the_strip_has_the_seconds_of_each_part_where_they_were_spent() -> None:
+def test_the_strip_has_the_seconds_of_each_part_where_they_were_spent() -> (
+    None
+):
     drawn = faults_svg(LOG, 860)
     areas = {str(e.get("data-name")): e for e, _ in tips(drawn, "polygon")}
     assert set(areas) == set(SPENT)
@@ -215,17 +267,24 @@ def test_the_strip_has_the_seconds_of_each_part_where_they_were_spent() -> None:
     below = [0.0] * BINS
     floor = max(y for _, y in corners(areas["steps"]))
     times = {}
-    for name in (n for n in ("steps", "lost steps", "starting", "saving", "down")):
+    for name in (
+        n for n in ("steps", "lost steps", "starting", "saving", "down")
+    ):
         tops = [(floor - y) / 56 for _, y in corners(areas[name])][1:-1:2]
         assert len(tops) == BINS
         shares = [top - low for top, low in zip(tops, below, strict=True)]
         assert sum(shares) * 120 / BINS == pytest.approx(SPENT[name], abs=0.05)
-        times[name] = [n * 120 / BINS for n, share in enumerate(shares) if share > 0.01]
+        times[name] = [
+            n * 120 / BINS for n, share in enumerate(shares) if share > 0.01
+        ]
         below = tops
-    assert (min(times["lost steps"]), max(times["lost steps"])) == pytest.approx(
-        (40, 60), abs=0.6
+    assert (
+        min(times["lost steps"]),
+        max(times["lost steps"]),
+    ) == pytest.approx((40, 60), abs=0.6)
+    assert (min(times["down"]), max(times["down"])) == pytest.approx(
+        (60, 90), abs=0.6
     )
-    assert (min(times["down"]), max(times["down"])) == pytest.approx((60, 90), abs=0.6)
     said = [words for _, words in tips(drawn, "rect")]
     assert "killed after step 6, 60 s" in said
     assert "checkpoint at step 4, 40 s" in said
@@ -264,15 +323,23 @@ def test_the_loss_is_what_was_written_and_words_of_restarts_stand_above_it(
     assert max(float(e.get("y", 0)) for e in words) < top <= highest
 
 
-def test_words_of_many_restarts_do_not_cover_each_other(tmp_path: Path) -> None:
+def test_words_of_many_restarts_do_not_cover_each_other(
+    tmp_path: Path,
+) -> None:
     many = [
-        record("start", n, n, step=n, layout=f"dp{n}", ranks=n) for n in range(1, 40)
+        record("start", n, n, step=n, layout=f"dp{n}", ranks=n)
+        for n in range(1, 40)
     ]
-    steps = [record("step", 50, 50, step=n, steps=1, loss=1.0) for n in range(40, 60)]
+    steps = [
+        record("step", 50, 50, step=n, steps=1, loss=1.0)
+        for n in range(40, 60)
+    ]
     drawn = xml.fromstring(
         report(run_of(tmp_path / "run", many + steps)).pictures()["loss.svg"]
     )
-    words = [e for e in drawn.iter(f"{SVG}text") if "start: dp" in (e.text or "")]
+    words = [
+        e for e in drawn.iter(f"{SVG}text") if "start: dp" in (e.text or "")
+    ]
     boxes = sorted(
         (float(e.get("y", 0)), float(e.get("x", 0)), len(e.text or "") * 6)
         for e in words
@@ -281,13 +348,17 @@ def test_words_of_many_restarts_do_not_cover_each_other(tmp_path: Path) -> None:
     for (y, x, wide), (y2, x2, _) in pairwise(boxes):
         assert y != y2 or x + wide <= x2
     marked = {
-        text for e in drawn.iter(f"{SVG}line") if (text := e.findtext(f"{SVG}title"))
+        text
+        for e in drawn.iter(f"{SVG}line")
+        if (text := e.findtext(f"{SVG}title"))
     }
     assert len(marked) == 39  # each is under the mouse
 
 
 def test_speed_over_ranks_is_the_median_of_each_start(tmp_path: Path) -> None:
-    slow = record("step", 165, 100, step=6, steps=1, tokens_per_second=90.0, loss=3.0)
+    slow = record(
+        "step", 165, 100, step=6, steps=1, tokens_per_second=90.0, loss=3.0
+    )
     runs = speeds([run_of(tmp_path / "run", [*LOG[:4], slow, *LOG[4:]])])
     # Without the first line: of 80 and 90, and of 160 alone.
     assert [(r.ranks, r.layout, r.rate) for r in runs] == [
@@ -302,7 +373,11 @@ def test_speed_over_ranks_is_the_median_of_each_start(tmp_path: Path) -> None:
         "planned: tp4 on 4 ranks, 340 tokens/s, 200% of ideal; run",
     ]
     heights = [float(e.get("cy", 0)) for e, _ in tips(drawn, "circle")]
-    (ideal,) = (corners(e) for e in xml.fromstring(drawn).iter(f"{SVG}polyline"))
+    (ideal,) = (
+        corners(e) for e in xml.fromstring(drawn).iter(f"{SVG}polyline")
+    )
     # To a logarithm: 340 is one doubling above 170, which is what twice the ranks would reach.
     assert heights[0] == pytest.approx(ideal[0][1], abs=0.1)
-    assert ideal[1][1] - heights[2] == pytest.approx(ideal[0][1] - ideal[1][1], abs=0.2)
+    assert ideal[1][1] - heights[2] == pytest.approx(
+        ideal[0][1] - ideal[1][1], abs=0.2
+    )

@@ -19,9 +19,7 @@ from phalanx.report import report as report_of
 from phalanx.report.step import step_extras
 
 SVG = "{http://www.w3.org/2000/svg}"
-HOSTILE = (
-    """</script></pre><script>alert(1)</script><img src=x onerror='a()'> "q" & {body}"""
-)
+HOSTILE = """</script></pre><script>alert(1)</script><img src=x onerror='a()'> "q" & {body}"""
 
 
 def report(folder: Path) -> str:
@@ -48,7 +46,9 @@ def journal(hostile: str = "") -> list[dict[str, Any]]:
             "versions": {"torch": hostile or "2.13"},
         }
 
-    def step(number: int, loss: float, memory: int = 3 * 2**20) -> dict[str, Any]:
+    def step(
+        number: int, loss: float, memory: int = 3 * 2**20
+    ) -> dict[str, Any]:
         return {
             "event": "step",
             "time": 10.0 * number,
@@ -62,12 +62,19 @@ def journal(hostile: str = "") -> list[dict[str, Any]]:
             "tokens_per_second": 100.0,
         }
 
-    ranks = [{"promised": {"weights": 2048.0}, "measured": {"weights": 1024.0}}]
+    ranks = [
+        {"promised": {"weights": 2048.0}, "measured": {"weights": 1024.0}}
+    ]
     return [
         start(0, "pp2"),
         *(step(n, 5 - n / 4) for n in range(1, 6)),
         *(step(n, 5 - n / 4, 9 * 2**20) for n in range(6, 11)),
-        {"event": "skip", "time": 4, "step": 4, "why": hostile or "not finite"},
+        {
+            "event": "skip",
+            "time": 4,
+            "step": 4,
+            "why": hostile or "not finite",
+        },
         start(5, "dp2 zero3"),
         *(step(n, 5 - n / 4) for n in range(6, 13)),
         {"event": "memory", "time": 5, "step": 6, "ranks": ranks},
@@ -78,7 +85,13 @@ def journal(hostile: str = "") -> list[dict[str, Any]]:
             "loss": 2.5,
             "bits_per_byte": 3.6,
         },
-        {"event": "sample", "time": 9, "step": 12, "prompt": "def ", "text": "<f>"},
+        {
+            "event": "sample",
+            "time": 9,
+            "step": 12,
+            "prompt": "def ",
+            "text": "<f>",
+        },
         {"event": "end", "time": 130, "step": 12, "loss": 2.0},
     ]
 
@@ -88,7 +101,9 @@ def written(folder: Path, hostile: str = "") -> Path:
     (folder / "metrics.jsonl").write_text(lines + '{"event": "st')
     (folder / "run.toml").write_text(f"steps = 12 # {hostile}")
     program = build(
-        Layout.parse("dp2 zero3"), plain_pieces([range(4)]), StepOptions(agree=False)
+        Layout.parse("dp2 zero3"),
+        plain_pieces([range(4)]),
+        StepOptions(agree=False),
     )
     recorded = Recorded(
         program, simulate(program, Costs({"F": 1e-3, "B": 2e-3, "G": 1e-3}))
@@ -137,10 +152,18 @@ def test_what_was_done_in_vain_is_faint_and_counts_in_no_summary(
 
 
 def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
-    page = report(written(tmp_path)).replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|<iframe|\ssrc=", page)
-    assert page.count("<script") == 3  # the timeline, its data, and what tells of marks
-    assert re.findall(r"<link[^>]*>", page) == ['<link rel="icon" href="data:,">']
+    page = report(written(tmp_path)).replace(
+        'xmlns="http://www.w3.org/2000/svg"', ""
+    )
+    assert not re.search(
+        r"https?:|//[a-z]+\.|@import|url\(|<iframe|\ssrc=", page
+    )
+    assert (
+        page.count("<script") == 3
+    )  # the timeline, its data, and what tells of marks
+    assert re.findall(r"<link[^>]*>", page) == [
+        '<link rel="icon" href="data:,">'
+    ]
     assert "default-src 'none'" in page
 
 
@@ -184,15 +207,21 @@ def test_a_record_that_is_not_as_it_should_be_spoils_nothing(
     assert page.encode()  # a file can hold it
 
 
-def test_a_folder_without_a_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match=r"is not the folder of a run.*phalanx train"):
+def test_a_folder_without_a_run_is_refused_with_the_way_out(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ReportError, match=r"is not the folder of a run.*phalanx train"
+    ):
         report(tmp_path)
 
 
 def test_a_chart_puts_points_in_proportion_and_shows_every_mark() -> None:
     points = ((0.0, 1.0), (5.0, 2.0), (10.0, 4.0))
     linear = ChartAxis("step", base=0), ChartAxis("u", base=0)
-    drawn = chart("t", [Series("a", points)], *linear, marks=[(5.0, "here & now")])
+    drawn = chart(
+        "t", [Series("a", points)], *linear, marks=[(5.0, "here & now")]
+    )
     tree = xml.fromstring(drawn)
     dots = [
         (float(c.get("cx", 0)), float(c.get("cy", 0)))
@@ -207,7 +236,9 @@ def test_a_chart_puts_points_in_proportion_and_shows_every_mark() -> None:
 
 def test_a_chart_of_one_point_and_of_none_are_drawn_too() -> None:
     linear = ChartAxis("step", base=0), ChartAxis("u", base=0)
-    assert chart("t", [Series("a", [(3.0, 0.0)])], *linear).count("<circle") == 1
+    assert (
+        chart("t", [Series("a", [(3.0, 0.0)])], *linear).count("<circle") == 1
+    )
     xml.fromstring(chart("t", [Series("a", ())], *linear))
 
 

@@ -14,7 +14,15 @@ from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.plan.local import hardware_of_machine, local_profile
 from phalanx.plan.search import judge
 from phalanx.plan.step import Request
-from phalanx.program import Costs, Op, Recorded, Span, Timeline, build, simulate
+from phalanx.program import (
+    Costs,
+    Op,
+    Recorded,
+    Span,
+    Timeline,
+    build,
+    simulate,
+)
 from phalanx.report.compared import HEAD, Compared, compare
 from phalanx.report.step import Step, predicted
 
@@ -45,7 +53,13 @@ MACHINE = Machine(
     rates=(Rate("fp32", 64, 64, 64, 1e10), Rate("fp32", 256, 256, 256, 4e10)),
     curves=tuple(
         Curve(op, "gloo", 2, "ring", 0.0, 1e8, 0.0, 1, 1 << 20)
-        for op in ("all_reduce", "all_gather", "reduce_scatter", "send", "broadcast")
+        for op in (
+            "all_reduce",
+            "all_gather",
+            "reduce_scatter",
+            "send",
+            "broadcast",
+        )
     ),
 )
 
@@ -91,10 +105,22 @@ def test_a_row_has_the_medians_of_its_kind_and_its_part_of_the_step() -> None:
         ("W", 2): 0.25,
     }
     forward, backward, agree = compare(Timeline(tuple(spans)), prices)
-    assert (forward.count, forward.predicted, forward.measured) == (2.0, 2.5, 2.5)
+    assert (forward.count, forward.predicted, forward.measured) == (
+        2.0,
+        2.5,
+        2.5,
+    )
     assert forward.share == pytest.approx((1 + 3 + 5 + 2) / 2 / 10)
-    assert (backward.kind, backward.predicted, backward.ratio) == ("B", 0.5, 2.0)
-    assert (agree.words, agree.predicted, agree.ratio) == ("agree on norm", None, None)
+    assert (backward.kind, backward.predicted, backward.ratio) == (
+        "B",
+        0.5,
+        2.0,
+    )
+    assert (agree.words, agree.predicted, agree.ratio) == (
+        "agree on norm",
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +130,10 @@ def test_what_the_rows_predict_adds_up_to_the_planners_step(
     text: str, place: Path
 ) -> None:
     step = step_of(text)
-    hardware, profile = hardware_of_machine(MACHINE, step.layout.ranks), local_profile()
+    hardware, profile = (
+        hardware_of_machine(MACHINE, step.layout.ranks),
+        local_profile(),
+    )
     costs = partial(cached_costs, target="cpu", place=place)
     request = Request(
         SHAPE, hardware, profile, costs, SHAPE.sequence, SHAPE.batch, "fp32"
@@ -117,11 +146,17 @@ def test_what_the_rows_predict_adds_up_to_the_planners_step(
     for span in step.recorded.timeline.spans:
         if span.rank == 0 and span.op.kind in sums:
             alone = Timeline((span._replace(start=0.0, end=1.0),))
-            (row,) = predicted(_with(step, alone), hardware, profile, costs).rows
+            (row,) = predicted(
+                _with(step, alone), hardware, profile, costs
+            ).rows
             sums[row.kind] += row.predicted or 0.0
     computing = sums["F"] + sums["B"] + sums["U"]
     # What is computed takes its time; messages take at most theirs, with or without it beside.
-    assert computing * (1 - 1e-9) <= choice.step <= sum(sums.values()) * (1 + 1e-9)
+    assert (
+        computing * (1 - 1e-9)
+        <= choice.step
+        <= sum(sums.values()) * (1 + 1e-9)
+    )
     assert (sums["G"] > 0) == bool(step.layout.zero)
     assert (sums["H"] > 0) == (text == "dp2x2 zero1")
     assert sums["A"] > 0 or step.layout.ranks == 1
@@ -131,7 +166,9 @@ def _with(step: Step, timeline: Timeline) -> Step:
     return replace(step, recorded=Recorded(step.recorded.program, timeline))
 
 
-def test_an_operation_that_took_what_was_predicted_has_ratio_one(place: Path) -> None:
+def test_an_operation_that_took_what_was_predicted_has_ratio_one(
+    place: Path,
+) -> None:
     text = "pp2 zb-h1:4"
     step = step_of(text)
     layout = step.layout
@@ -162,7 +199,9 @@ def test_the_table_fits_a_terminal_of_80_columns_and_the_page_has_the_same_cells
     for row in found.rows:
         for cell in (*HEAD, *row.cells()):
             assert cell in found.text()
-            assert cell.replace(">", "&gt;").replace("<", "&lt;") in found.html()
+            assert (
+                cell.replace(">", "&gt;").replace("<", "&lt;") in found.html()
+            )
     assert found.figures()["rows"] == [
         asdict(r) | {"ratio": r.ratio} for r in found.rows
     ]

@@ -1,12 +1,40 @@
 """Seeded faults: bugs planted in the engine on purpose. `make faults` lists the
 findings of `verify`."""
 
-from . import eight_bits, engine, late, matrices, narrow, order, routed, steps, wide
-from .catch import Catch, catch, refusal_of, setting_of, trained, truth, verdict_of
+from . import (
+    eight_bits,
+    engine,
+    late,
+    matrices,
+    narrow,
+    order,
+    routed,
+    steps,
+    wide,
+)
+from .catch import (
+    Catch,
+    catch,
+    refusal_of,
+    setting_of,
+    trained,
+    truth,
+    verdict_of,
+)
 from .fault import FAULTS, HALVES, Fault, swapped
 
 # importing a module registers its faults
-LISTED = (engine, order, narrow, routed, matrices, eight_bits, steps, late, wide)
+LISTED = (
+    engine,
+    order,
+    narrow,
+    routed,
+    matrices,
+    eight_bits,
+    steps,
+    late,
+    wide,
+)
 
 __all__ = [
     "FAULTS",

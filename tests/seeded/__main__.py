@@ -19,8 +19,12 @@ def main() -> int:
         if argument != "--json"
         for word in argument.split()
     ]
-    chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
-    caught = [catch(fault, dtype) for fault in chosen for dtype in fault.dtypes]
+    chosen = [
+        fault for fault in FAULTS if all(word in fault.name for word in words)
+    ]
+    caught = [
+        catch(fault, dtype) for fault in chosen for dtype in fault.dtypes
+    ]
     missed = [c for c in caught if not (c.caught and c.named)]
     if "--json" in sys.argv[1:]:
         print(json.dumps({"faults": [asdict(c) for c in caught]}))

@@ -86,7 +86,9 @@ def truth(
         shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0
     )
     plain = PlainForward(shape, dropout, z_loss)
-    return truth_of(_maker(shape, dropout, z_loss), setting, matmul, cuts, plain)
+    return truth_of(
+        _maker(shape, dropout, z_loss), setting, matmul, cuts, plain
+    )
 
 
 def _maker(shape: Shape, dropout: float, z_loss: float) -> Callable[[], Model]:
@@ -105,10 +107,14 @@ def trained(
     make = _maker(shape, dropout, z_loss)
     program = program_in(layout, make, setting)
     with worlds_over("threads")(layout.ranks) as run:
-        return join(run(train_layout, layout, program, make, setting), setting.steps)
+        return join(
+            run(train_layout, layout, program, make, setting), setting.steps
+        )
 
 
-def verdict_of(layout: str, shape: Shape, setting: Setting, known: Truth) -> Verdict:
+def verdict_of(
+    layout: str, shape: Shape, setting: Setting, known: Truth
+) -> Verdict:
     where = Layout.parse(layout)
     return judge(where, trained(where, shape, setting), known, setting)
 
@@ -118,21 +124,35 @@ def catch(fault: Fault, dtype: str) -> Catch:
     shape, dropout = SHAPES[fault.shape], fault.dropout
     layout = replace(fault.layout, precision=COMPARED[dtype])
     noisy, by = dropout > 0, fault.optimizer
-    setting = setting_of(shape, dtype, optimizer=by, packed=fault.packed, noisy=noisy)
+    setting = setting_of(
+        shape, dtype, optimizer=by, packed=fault.packed, noisy=noisy
+    )
     setting = setting_for(layout, setting)
     cuts = sums_of(layout) if layout.matmul else None
     known = truth(
-        fault.shape, dtype, by, fault.packed, dropout, layout.matmul, cuts, fault.z_loss
+        fault.shape,
+        dtype,
+        by,
+        fault.packed,
+        dropout,
+        layout.matmul,
+        cuts,
+        fault.z_loss,
     )
     make = _maker(shape, dropout, fault.z_loss)
     if can_be_replayed(layout, make(), setting):
-        known = replace(known, replay=replay(make, setting, rounding_of(layout)))
+        known = replace(
+            known, replay=replay(make, setting, rounding_of(layout))
+        )
     try:
         with fault.patch():
             got = trained(layout, shape, setting, dropout, fault.z_loss)
     except Exception as error:
         says = refusal_of(error)
-        caught, said = bool(says), says or f"an accident: {_first_error(error)}"
+        caught, said = (
+            bool(says),
+            says or f"an accident: {_first_error(error)}",
+        )
         return Catch(
             fault.name,
             str(layout),
@@ -144,7 +164,8 @@ def catch(fault: Fault, dtype: str) -> Catch:
         )
     verdict = judge(layout, got, known, setting)
     pairs = [
-        (a.loss, b.loss) for a, b in zip(got.steps, known.trace.steps, strict=True)
+        (a.loss, b.loss)
+        for a, b in zip(got.steps, known.trace.steps, strict=True)
     ]
     # a step may have no targets
     losses = [abs(a / b - 1) if b else abs(a) for a, b in pairs]

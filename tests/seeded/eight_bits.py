@@ -40,7 +40,8 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     def weight(self: Any, weight: Tensor) -> Rounded:
         z, other = (
-            right(w, self.traits.forward, **self.shared) for w in (weight, weight.mT)
+            right(w, self.traits.forward, **self.shared)
+            for w in (weight, weight.mT)
         )
         same: bool = z.scales.shape == other.scales.shape
         taken: Rounded = z._replace(scales=other.scales) if same else z
@@ -73,7 +74,9 @@ def _() -> AbstractContextManager[None]:
     plain = low_precision.EightBits.weight_gradient
 
     def weight_gradient(self: Any, x: Tensor, gradient: Tensor) -> Tensor:
-        twice = right(gradient.flatten(0, -2), self.traits.gradient, **self.shared)
+        twice = right(
+            gradient.flatten(0, -2), self.traits.gradient, **self.shared
+        )
         return plain(self, x, twice.restored(gradient.dtype).view_as(gradient))
 
     return swapped(low_precision.EightBits, "weight_gradient", weight_gradient)
@@ -114,7 +117,9 @@ def _() -> AbstractContextManager[None]:
                     module, "weight_product"
                 ):
                     own: Any = module
-                    spec = MatmulSpec(transposed=False, matmul=unit.precision.matmul)
+                    spec = MatmulSpec(
+                        transposed=False, matmul=unit.precision.matmul
+                    )
                     own.weight_product = self._product(
                         _Factor(weight, unit, name, spec)
                     )
@@ -131,7 +136,9 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     plain = low_precision.EightBits.narrowed
 
-    def narrowed(self: Any, weight: Tensor, largest: Tensor | None = None) -> Rounded:
+    def narrowed(
+        self: Any, weight: Tensor, largest: Tensor | None = None
+    ) -> Rounded:
         return plain(self, weight)
 
     return swapped(low_precision.EightBits, "narrowed", narrowed)
@@ -166,7 +173,9 @@ def _() -> AbstractContextManager[None]:
 
     def input_gradient(self: Any, gradient: Tensor, weight: Any) -> Tensor:
         return plain(
-            self, gradient, weight._replace(scales=weight.scales.roll(1, 0) * 2)
+            self,
+            gradient,
+            weight._replace(scales=weight.scales.roll(1, 0) * 2),
         )
 
     return swapped(low_precision.EightBits, "input_gradient", input_gradient)

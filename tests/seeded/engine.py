@@ -54,7 +54,9 @@ def _() -> AbstractContextManager[None]:
 )
 def _() -> AbstractContextManager[None]:
     return swapped(
-        regions, "scatter_sum", lambda x, w, dim: x.chunk(w.size, dim)[w.rank] * 1
+        regions,
+        "scatter_sum",
+        lambda x, w, dim: x.chunk(w.size, dim)[w.rank] * 1,
     )
 
 
@@ -70,7 +72,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "row bias is added on every rank", "gpt", "tp2", "step 1: the output of layers.0"
+    "row bias is added on every rank",
+    "gpt",
+    "tp2",
+    "step 1: the output of layers.0",
 )
 def _() -> AbstractContextManager[None]:
     def forward(self: RowLinear, x: Tensor) -> Tensor:
@@ -83,7 +88,9 @@ def _() -> AbstractContextManager[None]:
 # ---- sums over tp
 
 
-def _adds(wrong: Callable[[str, tuple[str, ...]], str]) -> AbstractContextManager[None]:
+def _adds(
+    wrong: Callable[[str, tuple[str, ...]], str],
+) -> AbstractContextManager[None]:
     right = pieces.sum_over_tp
     return swapped(
         pieces,
@@ -133,7 +140,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "tied weight: the head's gradient is lost", "gpt", "dp2", "gradient of embed.tokens"
+    "tied weight: the head's gradient is lost",
+    "gpt",
+    "dp2",
+    "gradient of embed.tokens",
 )
 def _() -> AbstractContextManager[None]:
     right = Unit.contribute
@@ -174,16 +184,28 @@ def _() -> AbstractContextManager[None]:
     return swapped(tensor, "cut_of", wrong)
 
 
-@fault("lookup: the vocabulary's offset is forgotten", "gqa", "tp2", "output of embed")
+@fault(
+    "lookup: the vocabulary's offset is forgotten",
+    "gqa",
+    "tp2",
+    "output of embed",
+)
 def _() -> AbstractContextManager[None]:
     def forward(self: VocabularyEmbedding, tokens: Tensor) -> Tensor:
-        rows = torch.nn.functional.embedding(tokens % self.weight.shape[0], self.weight)
+        rows = torch.nn.functional.embedding(
+            tokens % self.weight.shape[0], self.weight
+        )
         return self.join(rows / 2)
 
     return swapped(VocabularyEmbedding, "forward", forward)
 
 
-@fault("cross-entropy counts the padding of the vocabulary", "gqa", "tp2", "the loss")
+@fault(
+    "cross-entropy counts the padding of the vocabulary",
+    "gqa",
+    "tp2",
+    "the loss",
+)
 def _() -> AbstractContextManager[None]:
     class Unpadded(Cut):
         @property
@@ -199,7 +221,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "weights are gathered from the wrong ranks", "gqa", "dp2 zero3", "output of embed"
+    "weights are gathered from the wrong ranks",
+    "gqa",
+    "dp2 zero3",
+    "output of embed",
 )
 def _() -> AbstractContextManager[None]:
     right = Unit.gather
@@ -214,7 +239,12 @@ def _() -> AbstractContextManager[None]:
     return swapped(Unit, "gather", gather)
 
 
-@fault("gradient shards go to the wrong ranks", "gqa", "dp2 zero2", "gradient of head")
+@fault(
+    "gradient shards go to the wrong ranks",
+    "gqa",
+    "dp2 zero2",
+    "gradient of head",
+)
 def _() -> AbstractContextManager[None]:
     right = Unit.reduce
 
@@ -239,7 +269,9 @@ def _() -> AbstractContextManager[None]:
     return _summed(lambda unit, part: part.div_(unit.groups.replica.size))
 
 
-def _summed(change: Callable[[Unit, Tensor], object]) -> AbstractContextManager[None]:
+def _summed(
+    change: Callable[[Unit, Tensor], object],
+) -> AbstractContextManager[None]:
     right = Unit.summed
 
     def summed(self: Unit, full: Tensor, part: Tensor) -> None:
@@ -331,7 +363,10 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     def count(self: Executor, op: Any) -> None:
         self.count = (
-            torch.stack([*map(count_valid, self.batches)]).sum().double().view(1)
+            torch.stack([*map(count_valid, self.batches)])
+            .sum()
+            .double()
+            .view(1)
         )
 
     return swapped(Executor, "_count", count)
@@ -345,7 +380,9 @@ def _() -> AbstractContextManager[None]:
     return counted_by(count)
 
 
-@fault("the norm counts copied weights on every tp rank", "gqa", "tp2", "the norm")
+@fault(
+    "the norm counts copied weights on every tp rank", "gqa", "tp2", "the norm"
+)
 def _() -> AbstractContextManager[None]:
     right = tensor.Weight.__init__
 
@@ -390,10 +427,14 @@ def _() -> AbstractContextManager[None]:
     return swapped(Unit, "own_segments", segments)
 
 
-@fault("the update ignores the clipping factor", "gqa", "dp2", "weight of head")
+@fault(
+    "the update ignores the clipping factor", "gqa", "dp2", "weight of head"
+)
 def _() -> AbstractContextManager[None]:
     right = Update.__call__
-    return swapped(Update, "__call__", lambda self, lr, scale: right(self, lr, None))
+    return swapped(
+        Update, "__call__", lambda self, lr, scale: right(self, lr, None)
+    )
 
 
 @fault(
@@ -405,5 +446,7 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = Weight.rows.func
     return swapped(
-        Weight, "rows", property(lambda self: torch.arange(1, 1 + len(right(self))))
+        Weight,
+        "rows",
+        property(lambda self: torch.arange(1, 1 + len(right(self)))),
     )

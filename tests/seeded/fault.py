@@ -99,10 +99,14 @@ def fault(
 
 
 @contextmanager
-def counted_by(count: Callable[[Mapping[str, Tensor]], Tensor]) -> Iterator[None]:
+def counted_by(
+    count: Callable[[Mapping[str, Tensor]], Tensor],
+) -> Iterator[None]:
     """Count the loss's divisor with this function temporarily."""
     right = BY_TARGETS.count
-    object.__setattr__(BY_TARGETS, "count", count)  # a value shared by all executors
+    object.__setattr__(
+        BY_TARGETS, "count", count
+    )  # a value shared by all executors
     try:
         yield
     finally:

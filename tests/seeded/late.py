@@ -23,7 +23,9 @@ from phalanx.train.executor import Executor
 from .fault import fault, swapped
 
 
-def without_waits(before: set[str], awaited: set[str]) -> AbstractContextManager[None]:
+def without_waits(
+    before: set[str], awaited: set[str]
+) -> AbstractContextManager[None]:
     """Let operations of some kinds run without waiting for those of others."""
     right = Executor._perform
 
@@ -48,13 +50,21 @@ def _update_without_norm() -> AbstractContextManager[None]:
     return without_waits({ops.UPDATE}, {ops.AGREE})
 
 
-@fault("a forward does not wait for its weights", "gqa", "dp2 zero3", "output of embed")
+@fault(
+    "a forward does not wait for its weights",
+    "gqa",
+    "dp2 zero3",
+    "output of embed",
+)
 def _forward_without_weights() -> AbstractContextManager[None]:
     return without_waits({ops.FORWARD}, {ops.GATHER})
 
 
 @fault(
-    "a forward does not wait for its input", "gqa", "pp2 1f1b:3", "output of layers.2"
+    "a forward does not wait for its input",
+    "gqa",
+    "pp2 1f1b:3",
+    "output of layers.2",
 )
 def _forward_without_input() -> AbstractContextManager[None]:
     return without_waits({ops.FORWARD}, {ops.RECEIVE})
@@ -120,7 +130,11 @@ def used_at_once(name: str) -> AbstractContextManager[None]:
     def call(self: Group, out: Any, *args: Any, **kwargs: Any) -> Work:
         work = right(self, out, *args, **kwargs)
         early = out.detach().clone()
-        return ChainedWork(work, lambda: out.copy_(early)) if self.size > 1 else work
+        return (
+            ChainedWork(work, lambda: out.copy_(early))
+            if self.size > 1
+            else work
+        )
 
     return swapped(Group, name, call)
 
@@ -136,14 +150,20 @@ def _gathered_too_early() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a reduction's result is read before it has arrived", "gqa", "dp2 zero3", "gradient"
+    "a reduction's result is read before it has arrived",
+    "gqa",
+    "dp2 zero3",
+    "gradient",
 )
 def _summed_too_early() -> AbstractContextManager[None]:
     return used_at_once("reduce_scatter")
 
 
 @fault(
-    "a reduction over all ranks is not waited for", "gqa", "dp2", "reduced gradients"
+    "a reduction over all ranks is not waited for",
+    "gqa",
+    "dp2",
+    "reduced gradients",
 )
 def _never_waited() -> AbstractContextManager[None]:
     right = Executor._wait

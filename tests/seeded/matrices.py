@@ -25,7 +25,9 @@ def in_parts(
     def wholes(self: MuonUpdate) -> dict[int, Tensor]:
         found = right(self)
         self.mine = [
-            b._replace(weight=replace(b.weight, matrices=tuple(parts(b.weight))))  # type: ignore[arg-type]
+            b._replace(
+                weight=replace(b.weight, matrices=tuple(parts(b.weight)))
+            )  # type: ignore[arg-type]
             for b in self.mine
         ]
         return found
@@ -54,7 +56,10 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     def halves(weight: Weight) -> list[tuple[slice, ...]]:
         rows, columns = weight.shape[0], slice(0, weight.shape[1])
-        return [(slice(0, rows // 2), columns), (slice(rows // 2, rows), columns)]
+        return [
+            (slice(0, rows // 2), columns),
+            (slice(rows // 2, rows), columns),
+        ]
 
     return in_parts(halves)
 

@@ -27,12 +27,18 @@ def _stale_copy() -> AbstractContextManager[None]:
 
 STALE = "updates reach the master weights but not the compute copy"
 for where in ("dp2", "pp2 1f1b:3"):
-    fault(STALE, "gqa", where, "step 2: the output of embed", dtypes=("bfloat16",))(
-        _stale_copy
-    )
+    fault(
+        STALE,
+        "gqa",
+        where,
+        "step 2: the output of embed",
+        dtypes=("bfloat16",),
+    )(_stale_copy)
     # The only update before step 2 is that of step 0, too small for 16 bits; step 1 is
     # skipped.
-    fault(STALE, "gqa", where, "the validation loss", dtypes=("float16",))(_stale_copy)
+    fault(STALE, "gqa", where, "the validation loss", dtypes=("float16",))(
+        _stale_copy
+    )
 
 
 def _masters_not_kept() -> AbstractContextManager[None]:
@@ -48,7 +54,9 @@ def _masters_not_kept() -> AbstractContextManager[None]:
 
 
 ROUNDED = "weights are rounded to 16 bits after each update"
-fault(ROUNDED, "gqa", "dp2", "step 0: the update of", dtypes=HALVES)(_masters_not_kept)
+fault(ROUNDED, "gqa", "dp2", "step 0: the update of", dtypes=HALVES)(
+    _masters_not_kept
+)
 fault(ROUNDED, "gqa", "dp2 zero1", "step 0: the update of", dtypes=HALVES)(
     _masters_not_kept
 )
@@ -81,7 +89,9 @@ def _() -> AbstractContextManager[None]:
 )
 def _() -> AbstractContextManager[None]:
     right = Piece.seed
-    return swapped(Piece, "seed", lambda self, m, scale: right(self, m, scale / 3))
+    return swapped(
+        Piece, "seed", lambda self, m, scale: right(self, m, scale / 3)
+    )
 
 
 @fault(
@@ -117,7 +127,9 @@ def _() -> AbstractContextManager[None]:
         right(
             self,
             lr,
-            scale._replace(factor=scale.factor * 1024, divisor=scale.divisor / 1024),
+            scale._replace(
+                factor=scale.factor * 1024, divisor=scale.divisor / 1024
+            ),
         )
 
     return swapped(Update, "__call__", update)
@@ -139,6 +151,10 @@ def _too_large_by_a_twentieth() -> AbstractContextManager[None]:
 # them.
 TWENTIETH = "the gradient of one weight is 5 % too large"
 for where in ("dp2 zero1", "pp2 1f1b:3", "dp2 zero3 accum:2"):
-    fault(TWENTIETH, "gqa", where, "layers.2.attn.wq.weight", dtypes=("bfloat16",))(
-        _too_large_by_a_twentieth
-    )
+    fault(
+        TWENTIETH,
+        "gqa",
+        where,
+        "layers.2.attn.wq.weight",
+        dtypes=("bfloat16",),
+    )(_too_large_by_a_twentieth)

@@ -30,7 +30,9 @@ from .fault import fault, swapped
 )
 def _() -> AbstractContextManager[None]:
     right = Piece.seed
-    return swapped(Piece, "seed", lambda self, m, scale: right(self, m, 3 * scale))
+    return swapped(
+        Piece, "seed", lambda self, m, scale: right(self, m, 3 * scale)
+    )
 
 
 @fault(
@@ -44,7 +46,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gradients are averaged where they cross stages", "gqa", "pp2 1f1b:3", "1/2 of it"
+    "gradients are averaged where they cross stages",
+    "gqa",
+    "pp2 1f1b:3",
+    "1/2 of it",
 )
 def _() -> AbstractContextManager[None]:
     right = Executor._send
@@ -58,7 +63,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "the head uses the targets of another microbatch", "gqa", "pp2 gpipe:3", "the loss"
+    "the head uses the targets of another microbatch",
+    "gqa",
+    "pp2 gpipe:3",
+    "the loss",
 )
 def _() -> AbstractContextManager[None]:
     right = Executor._forward
@@ -67,7 +75,10 @@ def _() -> AbstractContextManager[None]:
         kept = self.batches, self.completed
         if self.local.pieces[op.piece].last:
             first, second, third = self.batches
-            self.batches, self.completed = [first, third, second], {}  # equal in size
+            self.batches, self.completed = (
+                [first, third, second],
+                {},
+            )  # equal in size
         right(self, op)
         self.batches, self.completed = kept
 
@@ -132,14 +143,21 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = context.needed
 
-    def needed(step: int, place: int, places: int, length: int) -> AttentionBlock:
+    def needed(
+        step: int, place: int, places: int, length: int
+    ) -> AttentionBlock:
         visible = right(step, place, places, length)
         return visible._replace(keys=slice(0, 1)) if step else visible
 
     return swapped(context, "needed", needed)
 
 
-@fault("the causal block of the ring is not masked", "gqa", "cp2", "output of layers.0")
+@fault(
+    "the causal block of the ring is not masked",
+    "gqa",
+    "cp2",
+    "output of layers.0",
+)
 def _() -> AbstractContextManager[None]:
     right = context.needed
     return swapped(
@@ -156,10 +174,14 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = batch._held
 
-    def held(whole: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
+    def held(
+        whole: Mapping[str, Tensor], layout: Layout, cp: int
+    ) -> dict[str, Tensor]:
         mine = right(whole, layout, cp)
         time = torch.arange(mine["tokens"].shape[1])
-        return mine | {"positions": time.expand_as(mine["tokens"]).contiguous()}
+        return mine | {
+            "positions": time.expand_as(mine["tokens"]).contiguous()
+        }
 
     return swapped(batch, "_held", held)
 
@@ -173,9 +195,13 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = batch._held
 
-    def held(whole: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
+    def held(
+        whole: Mapping[str, Tensor], layout: Layout, cp: int
+    ) -> dict[str, Tensor]:
         mine = right(whole, layout, cp)
-        return mine | {"targets": whole["targets"].chunk(layout.cp, 1)[cp].contiguous()}
+        return mine | {
+            "targets": whole["targets"].chunk(layout.cp, 1)[cp].contiguous()
+        }
 
     return swapped(batch, "_held", held)
 
@@ -189,16 +215,23 @@ def _() -> AbstractContextManager[None]:
 )
 def _() -> AbstractContextManager[None]:
     right = context.visiting_blocks
-    return swapped(context, "visiting_blocks", lambda *args: right(*args[:3], None))
+    return swapped(
+        context, "visiting_blocks", lambda *args: right(*args[:3], None)
+    )
 
 
 @fault(
-    "partial softmaxes are averaged, not weighted", "gqa", "cp2", "output of layers.0"
+    "partial softmaxes are averaged, not weighted",
+    "gqa",
+    "cp2",
+    "output of layers.0",
 )
 def _() -> AbstractContextManager[None]:
     right = context._merge
 
-    def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    def merge(
+        out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor
+    ) -> None:
         known = lse > -torch.inf
         right(out, lse, part, torch.where(known, lse, part_lse))
 
@@ -238,7 +271,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gradients are summed over dp but not over cp", "gqa", "dp2 cp2", "gradient of head"
+    "gradients are summed over dp but not over cp",
+    "gqa",
+    "dp2 cp2",
+    "gradient of head",
 )
 def _() -> AbstractContextManager[None]:
     wrong = property(lambda self: ("dp.replicate",) if self.zero else ("dp",))
@@ -298,7 +334,9 @@ def _() -> AbstractContextManager[None]:
     def again(self: Executor, op: Op) -> None:
         selected = self.selected[op.piece, op.index]
         product = next(
-            n for n, kept in enumerate(selected) if isinstance(kept.value, Tensor)
+            n
+            for n, kept in enumerate(selected)
+            if isinstance(kept.value, Tensor)
         )
         selected[product] = selected[product]._replace(
             value=selected[product].value.flip(0)
@@ -355,7 +393,9 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = batch._held
 
-    def held(whole: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
+    def held(
+        whole: Mapping[str, Tensor], layout: Layout, cp: int
+    ) -> dict[str, Tensor]:
         mine = right(whole, layout, cp)
         ids = mine["documents"].clone()
         ids[1:] = 1

@@ -77,7 +77,10 @@ def _() -> AbstractContextManager[None]:
         capacity = 5 * len(tokens) // (4 * len(counts))
         taken = [torch.arange(len(run)) < capacity for run in runs]
         return torch.cat(
-            [run * own.unsqueeze(-1) for run, own in zip(runs, taken, strict=True)]
+            [
+                run * own.unsqueeze(-1)
+                for run, own in zip(runs, taken, strict=True)
+            ]
         )
 
     return swapped(ExpertProducts, "on_sorted", on_sorted)
@@ -95,7 +98,11 @@ def _() -> AbstractContextManager[None]:
     def ranked(self: Router, scores: Tensor) -> Tensor:
         found = right(self, scores)
         left = found[:1, :1].isfinite()
-        return (scores + self.bias.detach()).detach().masked_fill(~left, -torch.inf)  # type: ignore[union-attr]
+        return (
+            (scores + self.bias.detach())
+            .detach()
+            .masked_fill(~left, -torch.inf)
+        )  # type: ignore[union-attr]
 
     return swapped(Router, "ranked", ranked)
 
@@ -124,7 +131,9 @@ def _() -> AbstractContextManager[None]:
 def _() -> Iterator[None]:
     counts: dict[int, Tensor] = {}
 
-    def forward(ctx: Any, gates: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gates: Tensor, bias: Tensor, excess: Tensor
+    ) -> Tensor:
         ctx.bias = id(bias)
         counts[id(bias)] = counts.get(id(bias), 0) + excess
         return gates.view_as(gates)
@@ -133,8 +142,12 @@ def _() -> Iterator[None]:
         return gradient, counts.pop(ctx.bias), None
 
     with ExitStack() as stack:
-        stack.enter_context(swapped(_Counted, "forward", staticmethod(forward)))
-        stack.enter_context(swapped(_Counted, "backward", staticmethod(backward)))
+        stack.enter_context(
+            swapped(_Counted, "forward", staticmethod(forward))
+        )
+        stack.enter_context(
+            swapped(_Counted, "backward", staticmethod(backward))
+        )
         yield
 
 
@@ -187,7 +200,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts: the bias is updated like a weight", "experts", "dp2", "step 0: the norm"
+    "experts: the bias is updated like a weight",
+    "experts",
+    "dp2",
+    "step 0: the norm",
 )
 def _() -> AbstractContextManager[None]:
     return _weights(rate=0.0)
@@ -253,14 +269,19 @@ def _axes(wrong: tuple[str, ...]) -> AbstractContextManager[None]:
 
     def axes(model: Any, layout: Any, unit: int) -> UnitAxes:
         found, names = right(model, layout, unit), model.unit_of.items()
-        routed = any(".routed." in name and number == unit for name, number in names)
+        routed = any(
+            ".routed." in name and number == unit for name, number in names
+        )
         return UnitAxes(found.shard, wrong) if routed else found
 
     return swapped(groups, "unit_axes", axes)
 
 
 @fault(
-    "ep: experts are summed over the dense group", "experts", "dp2 ep2", "mlp.routed"
+    "ep: experts are summed over the dense group",
+    "experts",
+    "dp2 ep2",
+    "mlp.routed",
 )
 def _() -> AbstractContextManager[None]:
     return _axes(("dp", "cp", "ep"))
@@ -276,7 +297,12 @@ def _() -> AbstractContextManager[None]:
     return _axes(())
 
 
-@fault("ep: gradients of experts are divided by ep", "experts", "dp2 ep2", "mlp.routed")
+@fault(
+    "ep: gradients of experts are divided by ep",
+    "experts",
+    "dp2 ep2",
+    "mlp.routed",
+)
 def _() -> AbstractContextManager[None]:
     right = Unit.reduce
 
@@ -305,7 +331,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(ExpertProducts, "on_runs", on_runs)
 
 
-@fault("ep: the token count omits the ranks of ep", "experts", "ep2", "the loss")
+@fault(
+    "ep: the token count omits the ranks of ep", "experts", "ep2", "the loss"
+)
 def _() -> AbstractContextManager[None]:
     right = groups.open_groups
 
@@ -331,7 +359,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts:cp: experts are summed over cp", "experts", "cp2 experts:cp", "mlp.routed"
+    "experts:cp: experts are summed over cp",
+    "experts",
+    "cp2 experts:cp",
+    "mlp.routed",
 )
 def _() -> AbstractContextManager[None]:
     return _axes(("dp", "cp", "ep"))
@@ -361,10 +392,14 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = local.cut_weights
 
-    def cut(model: Any, layout: Any, at: Mapping[str, int]) -> Mapping[str, Weight]:
+    def cut(
+        model: Any, layout: Any, at: Mapping[str, int]
+    ) -> Mapping[str, Weight]:
         return {
             name: replace(
-                weight, counted=weight.counted and not (".routed." in name and at["tp"])
+                weight,
+                counted=weight.counted
+                and not (".routed." in name and at["tp"]),
             )
             for name, weight in right(model, layout, at).items()
         }

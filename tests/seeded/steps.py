@@ -55,8 +55,14 @@ def _with_factor(scale: Scale, factor: Tensor) -> Scale:
     "step 1: the weight of head",
 )
 def _() -> AbstractContextManager[None]:
-    def unclamped(right: Scale, norm: Tensor, clip: float, loss_scale: float) -> Scale:
-        return _with_factor(right, clip / (norm + 1e-6) / loss_scale) if clip else right
+    def unclamped(
+        right: Scale, norm: Tensor, clip: float, loss_scale: float
+    ) -> Scale:
+        return (
+            _with_factor(right, clip / (norm + 1e-6) / loss_scale)
+            if clip
+            else right
+        )
 
     return _of_scale(unclamped)
 
@@ -97,7 +103,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "ranks without a target take no part in the count", "gqa", "dp4", "step 1: the loss"
+    "ranks without a target take no part in the count",
+    "gqa",
+    "dp4",
+    "step 1: the loss",
 )
 def _() -> AbstractContextManager[None]:
     def count(batch: Any) -> Tensor:
@@ -137,7 +146,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(Executor, "_use_sums", use_sums)
 
 
-@fault("the norm counts every replica", "gqa", "dp2x2 zero2", "step 0: the norm")
+@fault(
+    "the norm counts every replica", "gqa", "dp2x2 zero2", "step 0: the norm"
+)
 def _() -> AbstractContextManager[None]:
     right = Executor._agree
 
@@ -241,7 +252,12 @@ def _() -> AbstractContextManager[None]:
     return swapped(BufferPool, "take", take)
 
 
-@fault("the first gather is skipped", "gqa", "dp2 zero3", " is nan, one process has")
+@fault(
+    "the first gather is skipped",
+    "gqa",
+    "dp2 zero3",
+    " is nan, one process has",
+)
 def _() -> AbstractContextManager[None]:
     right = Unit.gather
 
@@ -265,7 +281,9 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = MuonUpdate._exchange
 
-    def exchange(self: MuonUpdate, sent: Tensor, *parts: Any) -> tuple[Tensor, Work]:
+    def exchange(
+        self: MuonUpdate, sent: Tensor, *parts: Any
+    ) -> tuple[Tensor, Work]:
         came, work = right(self, sent, *parts)
         work.wait()
         return torch.empty_like(came), Work()
@@ -279,9 +297,13 @@ SKIPPED = "step 1: the update of"
 AFTER = "step 2: the update of"
 
 
-@fault("a step that overflows is not skipped", "gqa", "dp2", SKIPPED, dtypes=HALF)
+@fault(
+    "a step that overflows is not skipped", "gqa", "dp2", SKIPPED, dtypes=HALF
+)
 def _() -> AbstractContextManager[None]:
-    def never(right: Scale, norm: Tensor, clip: float, loss_scale: float) -> Scale:
+    def never(
+        right: Scale, norm: Tensor, clip: float, loss_scale: float
+    ) -> Scale:
         return right._replace(skip=right.skip * 0, done=right.done * 0 + 1)
 
     return _of_scale(never)
@@ -307,7 +329,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(Executor, "_agree", agree)
 
 
-def _counted(right: Scale, norm: Tensor, clip: float, loss_scale: float) -> Scale:
+def _counted(
+    right: Scale, norm: Tensor, clip: float, loss_scale: float
+) -> Scale:
     return right._replace(done=torch.ones_like(right.done))
 
 
@@ -316,7 +340,9 @@ def _() -> AbstractContextManager[None]:
     return _of_scale(_counted)
 
 
-@fault("Adam counts a skipped step", "gqa", "pp2 1f1b:3 zero1", AFTER, dtypes=HALF)
+@fault(
+    "Adam counts a skipped step", "gqa", "pp2 1f1b:3 zero1", AFTER, dtypes=HALF
+)
 def _() -> AbstractContextManager[None]:
     return _of_scale(_counted)
 
@@ -365,7 +391,11 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "the loss scale is not halved", "gqa", "dp2", "step 2: the loss scale", dtypes=HALF
+    "the loss scale is not halved",
+    "gqa",
+    "dp2",
+    "step 2: the loss scale",
+    dtypes=HALF,
 )
 def _() -> AbstractContextManager[None]:
     right = LossScale.saw

@@ -128,4 +128,6 @@ def test_answers_are_those_of_plan_and_need_neither_torch_nor_numpy(
     fits = [found["fits"] for found in later if found.get("fits")]
     assert fits
     for layout in fits:
-        assert Pricer(request).choose(Layout.parse(layout)).bytes <= request.room
+        assert (
+            Pricer(request).choose(Layout.parse(layout)).bytes <= request.room
+        )

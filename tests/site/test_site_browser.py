@@ -36,14 +36,19 @@ def phalanx(*words: object, folder: Path) -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site with formulas of one cut, and beside it a drawn step and a run's report."""
     out = tmp_path_factory.mktemp("site")
-    kind, name, forms = formulas.fitted(("llama", piece_layout(Layout.parse("bf16"))))
+    kind, name, forms = formulas.fitted(
+        ("llama", piece_layout(Layout.parse("bf16")))
+    )
     costs = out / "costs.json"
     costs.write_text(json.dumps({"chunk": loss.LARGE, kind: {name: forms}}))
     build.documents(out)
     build.verification_wall(out)
     build.playground(out, costs)
     build.lecture(out / "lab.html")
-    assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) < 40e6
+    assert (
+        sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        < 40e6
+    )
     phalanx(
         "draw",
         "dp2 pp2 zero3 1f1b:4",
@@ -53,7 +58,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "step.html",
         folder=out,
     )
-    phalanx("train", "steps=4", "layout=dp2", "sequence=32", "out=run", folder=out)
+    phalanx(
+        "train", "steps=4", "layout=dp2", "sequence=32", "out=run", folder=out
+    )
     phalanx("report", "run", "--out", "report.html", folder=out)
     return out
 
@@ -89,7 +96,9 @@ def show(tab: Tab, site: Path, name: str, **how: Any) -> None:
         tab.wait(SHOWN, 120)
 
 
-def test_a_request_of_a_page_or_its_worker_would_be_seen(tmp_path: Path) -> None:
+def test_a_request_of_a_page_or_its_worker_would_be_seen(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "page.html").write_text(
         "<script>fetch('https://one.example/').catch(() => 0); new Worker(URL.createObjectURL(new Blob("
         "['fetch(\"https://two.example/\").catch(() => postMessage(1))']))).onmessage = () => done = 1;"
@@ -98,13 +107,18 @@ def test_a_request_of_a_page_or_its_worker_would_be_seen(tmp_path: Path) -> None
     with browser(tmp_path) as tab:
         tab.open((tmp_path / "page.html").as_uri())
         tab.wait("done")
-        assert sorted(tab.outside) == ["https://one.example/", "https://two.example/"]
+        assert sorted(tab.outside) == [
+            "https://one.example/",
+            "https://two.example/",
+        ]
 
 
 # ---- the playground
 
 
-def test_a_layout_is_drawn_checked_edited_and_shared(site: Path, tab: Tab) -> None:
+def test_a_layout_is_drawn_checked_edited_and_shared(
+    site: Path, tab: Tab
+) -> None:
     page = (site / "playground.html").as_uri()
     tab.open(f"{page}?a#layout=dp2+zero1+accum%3A2&model=8b")
     tab.wait(SHOWN, 120)
@@ -133,16 +147,23 @@ HOSTILE = "<img src=x onerror=document.title='caught'></script><script>document.
 
 
 @pytest.mark.parametrize(
-    "field", ["layout", "shape", "device", "batch", "sequence", "config", "operations"]
+    "field",
+    ["layout", "shape", "device", "batch", "sequence", "config", "operations"],
 )
 def test_text_in_a_link_is_shown_and_never_run(
     site: Path, tab: Tab, field: str
 ) -> None:
-    words = HOSTILE if field != "config" else json.dumps({"model_type": HOSTILE})
+    words = (
+        HOSTILE if field != "config" else json.dumps({"model_type": HOSTILE})
+    )
     address = f"{(site / 'playground.html').as_uri()}?{field}#{field}="
     tab.open(address + "".join(f"%{byte:02x}" for byte in words.encode()))
     tab.wait(ANSWERED, 120)
-    if field not in ("batch", "sequence", "config"):  # of which nothing is quoted
+    if field not in (
+        "batch",
+        "sequence",
+        "config",
+    ):  # of which nothing is quoted
         assert "<" in text_of(tab, "wrong") or "<" in text_of(tab, "verdict")
     assert tab.js("document.images.length") == 0
     assert tab.js("document.title") == "phalanx playground"
@@ -170,7 +191,9 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_axe_finds_no_barrier(site: Path, tab: Tab, axe: str, name: str) -> None:
+def test_axe_finds_no_barrier(
+    site: Path, tab: Tab, axe: str, name: str
+) -> None:
     for how in ({}, {"dark": True}, {"width": 400, "height": 800}):
         show(tab, site, name, **how)
         assert barriers(tab, axe) == [], how

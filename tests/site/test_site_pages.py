@@ -40,17 +40,23 @@ class Seen(HTMLParser):
         super().__init__()
         self.ids: set[str] = set()
         self.links: list[str] = []
-        self.loads: list[str] = re.findall(r"url\(([^)]*)\)|@import[^;]*", text)
+        self.loads: list[str] = re.findall(
+            r"url\(([^)]*)\)|@import[^;]*", text
+        )
         self.headings: list[int] = []
         self.silent: list[str] = []
         self.tags: set[str] = set()
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self, tag: str, attrs: list[tuple[str, str | None]]
+    ) -> None:
         given = {name: value or "" for name, value in attrs}
         self.tags.add(tag)
         if "id" in given:
-            assert given["id"] not in self.ids, f"two elements are {given['id']}"
+            assert given["id"] not in self.ids, (
+                f"two elements are {given['id']}"
+            )
             self.ids.add(given["id"])
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
@@ -68,7 +74,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Seen]:
     out = tmp_path_factory.mktemp("site")
     build.documents(out)
     build.verification_wall(out)
-    return {path: Seen(path.read_text()) for path in sorted(out.rglob("*.html"))}
+    return {
+        path: Seen(path.read_text()) for path in sorted(out.rglob("*.html"))
+    }
 
 
 OTHERS = {"playground.html", "lab.html"}  # which `make site` writes, too
@@ -84,8 +92,12 @@ def test_every_link_leads_to_a_page_and_its_heading_or_is_a_citation(
             if re.match("https://", to):
                 continue
             target = (path.parent / to).resolve() if to else path
-            assert target in site or target.name in OTHERS, f"{path.name}: {link}"
-            assert not anchor or anchor in site[target].ids, f"{path.name}: {link}"
+            assert target in site or target.name in OTHERS, (
+                f"{path.name}: {link}"
+            )
+            assert not anchor or anchor in site[target].ids, (
+                f"{path.name}: {link}"
+            )
 
 
 def test_nothing_is_loaded_from_elsewhere(site: dict[Path, Seen]) -> None:
@@ -121,7 +133,12 @@ def comparison(part: str) -> dict[str, Any]:
     """A part of the wall with one layout of two models."""
     backend, dtype, _ = wall.COMPARISONS.get(part, ("threads", "float64", ()))
     cells = {"dp2": {"gqa": GOOD, "mlp": GOOD}}
-    return MADE | {"backend": backend, "dtype": dtype, "models": SIZES, "cells": cells}
+    return MADE | {
+        "backend": backend,
+        "dtype": dtype,
+        "models": SIZES,
+        "cells": cells,
+    }
 
 
 def fault_row(
@@ -159,7 +176,9 @@ class Marked(HTMLParser):
         self.cls, self.depth, self.texts = cls, 0, list[str]()
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self, tag: str, attrs: list[tuple[str, str | None]]
+    ) -> None:
         if self.depth or dict(attrs).get("class") == self.cls:
             self.texts += [] if self.depth else [""]
             self.depth += 1
@@ -203,7 +222,9 @@ def test_a_layout_that_differs_is_red_and_named_with_what_differs() -> None:
     )
 
 
-def test_a_layout_beyond_its_bound_is_red_though_no_difference_is_recorded() -> None:
+def test_a_layout_beyond_its_bound_is_red_though_no_difference_is_recorded() -> (
+    None
+):
     data = record()
     data["bfloat16"]["cells"]["dp2"]["gqa"] = {"error": 0.1, "allowed": 1.2}
     assert wall.red(data) == ["bfloat16 gqa dp2"]
@@ -215,7 +236,9 @@ def test_a_cell_that_was_not_measured_is_red_and_one_that_does_not_fit_is_a_dash
 ):
     data = record()
     del data["shm"]["cells"]["dp2"]["gqa"]
-    data["shm"]["cells"]["dp2"]["mlp"] = {"none": "tp=3 does not divide heads=4"}
+    data["shm"]["cells"]["dp2"]["mlp"] = {
+        "none": "tp=3 does not divide heads=4"
+    }
     assert wall.red(data) == ["shm gqa dp2"]
     assert "missing" in red(data)
     assert f"<td>{wall.NONE}</td>" in shown(data)
@@ -244,9 +267,24 @@ def test_a_mistake_that_nothing_finds_is_red() -> None:
 @pytest.mark.parametrize(
     ("made", "since", "words", "old"),
     [
-        ("2026-01-20", 0, "2026-01-20 (today), commit abc1234; 0 commits", False),
-        ("2026-01-19", 3, "2026-01-19 (a day ago), commit abc1234; 3 commits", False),
-        ("2026-01-06", 9, "2026-01-06 (14 days ago), commit abc1234; 9 commits", False),
+        (
+            "2026-01-20",
+            0,
+            "2026-01-20 (today), commit abc1234; 0 commits",
+            False,
+        ),
+        (
+            "2026-01-19",
+            3,
+            "2026-01-19 (a day ago), commit abc1234; 3 commits",
+            False,
+        ),
+        (
+            "2026-01-06",
+            9,
+            "2026-01-06 (14 days ago), commit abc1234; 9 commits",
+            False,
+        ),
         (
             "2026-01-05",
             None,
@@ -274,7 +312,14 @@ def test_columns_have_the_sizes_of_their_small_models() -> None:
 
 def test_sizes_are_those_of_the_shape() -> None:
     shape = Shape(
-        "x", layers=3, hidden=32, heads=4, kv_heads=2, vocab=50, sequence=12, batch=5
+        "x",
+        layers=3,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        vocab=50,
+        sequence=12,
+        batch=5,
     )
     experts = replace(shape, experts=6, top_k=2, expert_ffn=20)
     assert wall.sizes_of(shape) == (
@@ -292,7 +337,9 @@ def test_commits_since_one_that_git_does_not_know_are_unknown() -> None:
 
 def test_mistakes_in_lists_are_found_by_check() -> None:
     assert [
-        row["fault"] for row in wall.changed_programs()["rows"] if not row["check"]
+        row["fault"]
+        for row in wall.changed_programs()["rows"]
+        if not row["check"]
     ] == []
 
 
@@ -308,12 +355,19 @@ def test_a_layout_that_differs_is_measured_as_such(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(wall, "LAYOUTS", Layout.parse_many("dp2; tp2"))
-    monkeypatch.setitem(wall.COMPARISONS, "threads", ("threads", "float64", ("gqa",)))
-    row_region = next(fault for fault in FAULTS if fault.name.startswith("row region"))
+    monkeypatch.setitem(
+        wall.COMPARISONS, "threads", ("threads", "float64", ("gqa",))
+    )
+    row_region = next(
+        fault for fault in FAULTS if fault.name.startswith("row region")
+    )
     with row_region.patch():
         found = wall.compared("threads")
     assert wall.red(record() | {"threads": found}) == ["threads gqa tp2"]
-    assert "step 0: the output of embed" in found["cells"]["tp2"]["gqa"]["differs"]
+    assert (
+        "step 0: the output of embed"
+        in found["cells"]["tp2"]["gqa"]["differs"]
+    )
     assert found["cells"]["dp2"]["gqa"]["allowed"] < 1e-3
 
 
@@ -328,7 +382,9 @@ def test_everything_on_the_wall_is_escaped() -> None:
 
     def changed(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: v if k == "date" else changed(v) for k, v in value.items()}
+            return {
+                k: v if k == "date" else changed(v) for k, v in value.items()
+            }
         if isinstance(value, list):
             return [changed(v) for v in value]
         return hostile if isinstance(value, str) else value

@@ -48,7 +48,9 @@ class Run:
         self.layout, self.shape = Layout.parse(f"{layout} fp64"), shape
         model = build_model(shape)
         whole = optimizer.whole_matrices
-        program = program_of(model, self.layout, StepOptions(whole_matrices=whole))
+        program = program_of(
+            model, self.layout, StepOptions(whole_matrices=whole)
+        )
         precision = Precision(compute, WIDE, WIDE)
         self.local = build_local(
             world, self.layout, model, program, seed=seed, precision=precision
@@ -98,7 +100,9 @@ def run(layout: str, what: Callable[[Run], Any], **options: Any) -> list[Any]:
         world.clear()
         return found
 
-    return launch(rank, Layout.parse(layout).ranks, backend="threads", timeout=30.0)
+    return launch(
+        rank, Layout.parse(layout).ranks, backend="threads", timeout=30.0
+    )
 
 
 def trained(folder: Path, layout: str, steps: int = 2, **options: Any) -> None:
@@ -139,10 +143,20 @@ def hash_tensors(path: Path) -> dict[str, str]:
     manifest, sums = read_manifest(path), {}
     with TensorReader(path, manifest) as reader:
         for tensor in manifest.tensors:
-            digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
+            digest = hashlib.sha256(
+                f"{tensor.dtype}{list(tensor.shape)}".encode()
+            )
             digest.update(raw_bytes(reader.whole(tensor)))
             sums[tensor.title] = digest.hexdigest()
     return dict(sorted(sums.items()))
 
 
-__all__ = ["SHAPE", "Run", "hash_tensors", "resaved", "run", "saved_twice", "trained"]
+__all__ = [
+    "SHAPE",
+    "Run",
+    "hash_tensors",
+    "resaved",
+    "run",
+    "saved_twice",
+    "trained",
+]

@@ -19,8 +19,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+)
+from torch.utils.backend_registration import (
+    _setup_privateuseone_for_python_backend,
+)
 
 from phalanx.comm.tally import TallyWorld
 from phalanx.layout import Layout, Shape
@@ -83,7 +88,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 # Documents of 24 tokens, each row cut elsewhere. With numbers: the host launches by them.
-PACKED = (torch.arange(SHAPE.sequence) + 7 * torch.arange(SHAPE.batch)[:, None]) // 24
+PACKED = (
+    torch.arange(SHAPE.sequence) + 7 * torch.arange(SHAPE.batch)[:, None]
+) // 24
 
 
 def within(q: Any, k: Any, v: Any, _: Any, *more: Any) -> Any:
@@ -94,7 +101,10 @@ def gradients(g: Any, q: Any, k: Any, v: Any, _: Any, *more: Any) -> Any:
     return kernels.all_gradients(g, q, k, v, PACKED, *more)
 
 
-WITHIN = {"phalanx::attention": within, "phalanx::attention_gradients": gradients}
+WITHIN = {
+    "phalanx::attention": within,
+    "phalanx::attention_gradients": gradients,
+}
 
 
 def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +135,10 @@ class Watching(TorchDispatchMode):
         if name in WITHIN:  # what it does, and not only what it puts out
             with self:
                 return WITHIN[name](*args)
-        if name in ("addmm.dtype_out", "mm.dtype_out"):  # they have no fake form
+        if name in (
+            "addmm.dtype_out",
+            "mm.dtype_out",
+        ):  # they have no fake form
             assert (
                 kwargs["out"].dtype
                 == torch.float32
@@ -147,7 +160,9 @@ class Watching(TorchDispatchMode):
                 return torch.empty_like(args[0], dtype=dtype, device=to)
         if name == "copy_" and args[0].device.type != args[1].device.type:
             self._copied(
-                args[1].device, args[0].device, kwargs.get("non_blocking") or args[2:]
+                args[1].device,
+                args[0].device,
+                kwargs.get("non_blocking") or args[2:],
             )
             return args[0]
         if name == "_fused_sgd_":  # it has no fake form
@@ -155,13 +170,19 @@ class Watching(TorchDispatchMode):
             return None
         return func(*args, **kwargs)
 
-    def _copied(self, start: torch.device, end: torch.device, beside: object) -> None:
+    def _copied(
+        self, start: torch.device, end: torch.device, beside: object
+    ) -> None:
         self.copies += 1
         if not beside:
             self._note(f"a copy from {start.type} to {end.type} blocks")
 
     def _note(self, what: str) -> None:
-        ours = [f.name for f in traceback.extract_stack() if "/phalanx/" in f.filename]
+        ours = [
+            f.name
+            for f in traceback.extract_stack()
+            if "/phalanx/" in f.filename
+        ]
         self.waits.append((what, ours[-1]))
 
 
@@ -198,9 +219,12 @@ def step(
     )  # fmt: skip
     trainer = executor(mine, program, rank, optimizer, clip=1.0)
     rows = {
-        k: torch.empty_like(v, device=device) for k, v in batch_of(SHAPE, 0).items()
+        k: torch.empty_like(v, device=device)
+        for k, v in batch_of(SHAPE, 0).items()
     }
-    own = microbatches(rows, layout, mine.coordinates["dp"], mine.coordinates["cp"])
+    own = microbatches(
+        rows, layout, mine.coordinates["dp"], mine.coordinates["cp"]
+    )
     for each in own if packed else ():
         each["documents"] = PACKED
     for _ in range(2):
@@ -218,7 +242,9 @@ def main() -> None:
     local.refuse_unfit = lambda *_: None  # type: ignore[attr-defined]  # it computes, on the CPU
     kernels._edges = on_the_host(kernels._edges)
     ids_of = context._ids_of
-    context._ids_of = on_the_host(lambda _, group, rank: ids_of(PACKED, group, rank))
+    context._ids_of = on_the_host(
+        lambda _, group, rank: ids_of(PACKED, group, rank)
+    )
     context.visiting_blocks = on_the_host(context.visiting_blocks)
     results: list[object] = []
     for layout, precision, executor, optimizer in json.loads(sys.argv[1]):

@@ -78,7 +78,12 @@ class Campaign:
         return [sys.executable]
 
     def command(self, last: int) -> subprocess.Popen[bytes]:
-        words = [*SMALL, f"out={self.out}", f"steps={last}", f"layout={self.layout}"]
+        words = [
+            *SMALL,
+            f"out={self.out}",
+            f"steps={last}",
+            f"layout={self.layout}",
+        ]
         words.append(f"checkpoint.async={str(self.asynchronous).lower()}")
         words.append(f"train.restarts={self.restarts}")
         words.append(f"checkpoint.every={self.every}")
@@ -107,11 +112,15 @@ class Campaign:
             code = process.wait(timeout=60)
         assert code != 0
         self.killed += 1
-        _wait(lambda: not family(self.mark), "some processes did not end", 20.0)
+        _wait(
+            lambda: not family(self.mark), "some processes did not end", 20.0
+        )
         # Saves in memory are other runs'.
         new = _shared() - shared
         left = {
-            name for name in new if "phalanx" in name and "phalanx-memory" not in name
+            name
+            for name in new
+            if "phalanx" in name and "phalanx-memory" not in name
         }
         assert not left, f"in shared memory: {left}"
         for step in self._starts()[len(starts) :]:
@@ -128,7 +137,9 @@ class Campaign:
         for starts in range(kills):
             wanted = self._last() + 2 * EVERY
             self._until(starts, wanted)
-            os.kill(max(set(family(self.mark)) - {process.pid}), signal.SIGKILL)
+            os.kill(
+                max(set(family(self.mark)) - {process.pid}), signal.SIGKILL
+            )
         assert process.wait(timeout=300) == 0
         assert len(self._starts()) == kills + 1
         assert not family(self.mark)
@@ -188,7 +199,9 @@ class Campaign:
         assert self.command(last).wait(timeout=120) == 0
         assert self._starts()[-1] == self.chosen
         assert records(self.out, "damaged") == []
-        assert not self._begun(), "what was begun and left is removed by the next save"
+        assert not self._begun(), (
+            "what was begun and left is removed by the next save"
+        )
         return last
 
     def undisturbed(self, out: Path, last: int) -> None:
@@ -212,7 +225,9 @@ class Campaign:
 
     def _last(self) -> int:
         """The last step that was told."""
-        return max((int(r["step"]) for r in records(self.out, "step")), default=0)
+        return max(
+            (int(r["step"]) for r in records(self.out, "step")), default=0
+        )
 
 
 def _shared() -> set[str]:

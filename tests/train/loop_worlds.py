@@ -26,7 +26,10 @@ validation = {batches = 2}
 
 def small(out: Path, *more: str) -> Run:
     machine = out.parent / "machine.toml"
-    rates = (Rate("fp32", 512, 512, 512, 1e11), Rate("fp64", 512, 512, 512, 5e10))
+    rates = (
+        Rate("fp32", 512, 512, 512, 1e11),
+        Rate("fp64", 512, 512, 512, 5e10),
+    )
     said = Machine(
         "this", "2026-11-21", "by hand", "a CPU", "cpu", 1, 2, 8e9, rates=rates
     )
@@ -35,11 +38,15 @@ def small(out: Path, *more: str) -> Run:
 
 
 def trained(run: Run, layout: str, backend: str = "threads") -> list[Outcome]:
-    return launch(train, Layout.parse(layout).ranks, run, layout, True, backend=backend)
+    return launch(
+        train, Layout.parse(layout).ranks, run, layout, True, backend=backend
+    )
 
 
 def records(out: Path, event: str) -> list[Record]:
-    return [r for r in read_journal(out / "metrics.jsonl") if r["event"] == event]
+    return [
+        r for r in read_journal(out / "metrics.jsonl") if r["event"] == event
+    ]
 
 
 def losses(out: Path) -> dict[int, str]:

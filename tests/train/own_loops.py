@@ -23,7 +23,16 @@ from phalanx.parallel import Model
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 sys.path.append(EXAMPLES)
 
-VOCAB, HIDDEN, FFN, LAYERS, TIME, ROWS, STEPS, CLIP = 37, 16, 24, 4, 6, 8, 3, 0.5
+VOCAB, HIDDEN, FFN, LAYERS, TIME, ROWS, STEPS, CLIP = (
+    37,
+    16,
+    24,
+    4,
+    6,
+    8,
+    3,
+    0.5,
+)
 
 RULES = """\
 embed.words.weight : vocab embed
@@ -106,7 +115,9 @@ class Tiny(nn.Module):
 
 
 def describe(model: Tiny) -> Model:
-    blocks = tuple((f"blocks.{n}", block) for n, block in enumerate(model.blocks))
+    blocks = tuple(
+        (f"blocks.{n}", block) for n, block in enumerate(model.blocks)
+    )
     shape = Shape(
         "tiny", layers=LAYERS, hidden=HIDDEN, heads=2, ffn=FFN, vocab=VOCAB,
         sequence=TIME, batch=ROWS, gated=False,
@@ -121,7 +132,9 @@ def tiny(dtype: torch.dtype = torch.float64) -> Tiny:
     draw = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for weight in model.parameters():
-            drawn = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
+            drawn = torch.randn(
+                weight.shape, generator=draw, dtype=torch.float64
+            )
             weight.copy_(0.3 * drawn)
     return model
 
@@ -155,10 +168,16 @@ def count_weights(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1),
+    "AdamW": lambda groups: torch.optim.AdamW(
+        groups, lr=0.02, weight_decay=0.1
+    ),
     "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.02, amsgrad=True),
-    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
-    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5),
+    "SGD": lambda groups: torch.optim.SGD(
+        groups, lr=0.1, momentum=0.9, nesterov=True
+    ),
+    "RMSprop": lambda groups: torch.optim.RMSprop(
+        groups, lr=0.01, momentum=0.5
+    ),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05),
 }
 
@@ -168,7 +187,9 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     weights = [x for x in model.parameters() if x.dim() > 1]
     others = [x for x in model.parameters() if x.dim() < 2]
     still = {"params": others, "weight_decay": 0.0, "lr": 0.03}
-    made: torch.optim.Optimizer = OPTIMIZERS[name]([{"params": weights}, still])
+    made: torch.optim.Optimizer = OPTIMIZERS[name](
+        [{"params": weights}, still]
+    )
     return made
 
 
@@ -187,10 +208,14 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def run_loop(world: World, layout: str, optimizer: str, clip: float) -> Trained:
+def run_loop(
+    world: World, layout: str, optimizer: str, clip: float
+) -> Trained:
     """The loop with phalanx."""
     model = tiny()
-    if world.rank:  # ranks begin with the weights of rank 0, whatever they have drawn
+    if (
+        world.rank
+    ):  # ranks begin with the weights of rank 0, whatever they have drawn
         with torch.no_grad():
             model.head.output.weight.zero_()
     own = optimizer_of(optimizer, model)
@@ -229,7 +254,9 @@ def plain_loop(optimizer: str, clip: float) -> Trained:
         loss = total / count
         own.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
+        norm = nn.utils.clip_grad_norm_(
+            model.parameters(), clip or float("inf")
+        )
         own.step()
         scheduler.step()
         made.losses.append(loss.item())
@@ -251,7 +278,9 @@ def distilled(world: World, layout: str, steps: int) -> dict[str, Tensor]:
         return weights
 
 
-def example(world: World, name: str, layout: str, steps: int) -> dict[str, Tensor]:
+def example(
+    world: World, name: str, layout: str, steps: int
+) -> dict[str, Tensor]:
     """The weights that an example has after so many steps."""
     with in_float64():
         module = import_module(name)

@@ -44,7 +44,9 @@ class Mlp(nn.Module):
         self.register_buffer("shift", torch.tensor(0.25))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        y: Tensor = self.out(self.stack(torch.relu(self.into(inputs) + self.shift)))
+        y: Tensor = self.out(
+            self.stack(torch.relu(self.into(inputs) + self.shift))
+        )
         return y
 
 
@@ -60,7 +62,9 @@ class Turned(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
-        angles = torch.outer(torch.arange(tokens.shape[1]), self.rates).to(x.dtype)
+        angles = torch.outer(torch.arange(tokens.shape[1]), self.rates).to(
+            x.dtype
+        )
         for layer in self.layers:
             x = layer(x, angles=angles)
         y: Tensor = self.head(self.norm(x))
@@ -93,7 +97,9 @@ def made(name: str) -> nn.Module:
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in model.parameters():
-            drawn = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
+            drawn = torch.randn(
+                weight.shape, generator=draw, dtype=torch.float64
+            )
             weight.copy_(0.3 * drawn)
     return model
 
@@ -108,7 +114,9 @@ def batches(name: str) -> list[dict[str, Tensor]]:
             every.append({"inputs": x, "targets": y})
         else:
             ids = torch.randint(17, (ROWS, 9), generator=draw)
-            every.append({"tokens": ids[:, :-1], "targets": ids[:, 1:].contiguous()})
+            every.append(
+                {"tokens": ids[:, :-1], "targets": ids[:, 1:].contiguous()}
+            )
     return every
 
 
@@ -128,7 +136,9 @@ def in_pieces(
         model, optimizer, layout, loss=loss, example=data[0], world=world
     )
     assert len(run.part.names) > 3
-    return [run.step(batch).loss for batch in run.shard(data)], run.state_dict()
+    return [
+        run.step(batch).loss for batch in run.shard(data)
+    ], run.state_dict()
 
 
 def by_hand(name: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -139,7 +149,9 @@ def by_hand(name: str) -> tuple[list[float], dict[str, Tensor]]:
         if name == "nanogpt":
             loss = model(first, batch["targets"])[1]
         else:
-            loss = cross_entropy(model(first), batch) / batch["targets"].numel()
+            loss = (
+                cross_entropy(model(first), batch) / batch["targets"].numel()
+            )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -26,7 +26,9 @@ class PlainConfig:
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(
+            config.n_embd, 3 * config.n_embd, bias=config.bias
+        )
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head, self.n_embd = config.n_head, config.n_embd
         mask = torch.tril(torch.ones(config.block_size, config.block_size))
@@ -48,8 +50,12 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(
+            config.n_embd, 4 * config.n_embd, bias=config.bias
+        )
+        self.c_proj = nn.Linear(
+            4 * config.n_embd, config.n_embd, bias=config.bias
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -81,7 +87,9 @@ class Plain(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
         self.apply(self._init_weights)
-        print(f"number of parameters: {sum(p.numel() for p in self.parameters())}")
+        print(
+            f"number of parameters: {sum(p.numel() for p in self.parameters())}"
+        )
 
     def _init_weights(self, module):
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -92,7 +100,9 @@ class Plain(nn.Module):
     def forward(self, idx, targets=None):
         device = idx.device
         _, t = idx.size()
-        assert t <= self.config.block_size, f"{t} tokens, {self.config.block_size} fit"
+        assert t <= self.config.block_size, (
+            f"{t} tokens, {self.config.block_size} fit"
+        )
         pos = torch.arange(0, t, dtype=torch.long, device=device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)
         for block in self.transformer.h:
@@ -119,14 +129,24 @@ class Shared(nn.Module):
     def __init__(self):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = 4, 2, 6
-        self.wq, self.wk, self.wv = (nn.Linear(24, n, bias=False) for n in (24, 12, 12))
+        self.wq, self.wk, self.wv = (
+            nn.Linear(24, n, bias=False) for n in (24, 12, 12)
+        )
         self.norm, self.wo = nn.LayerNorm(6), nn.Linear(24, 24)
 
     def forward(self, x):
         b, t, _ = x.shape
         q = self.norm(self.wq(x).view(b, t, -1, self.head_dim)).transpose(1, 2)
-        k = self.wk(x).view(b, t, self.num_kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x).view(b, t, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        k = (
+            self.wk(x)
+            .view(b, t, self.num_kv_heads, self.head_dim)
+            .transpose(1, 2)
+        )
+        v = (
+            self.wv(x)
+            .view(b, t, self.num_kv_heads, self.head_dim)
+            .transpose(1, 2)
+        )
         repeated = self.num_heads // self.num_kv_heads
         k, v = (y.repeat_interleave(repeated, 1) for y in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -143,7 +163,9 @@ class Gated(nn.Module):
 
     def forward(self, x):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.softmax(gate, -1) * up if self.over else F.silu(gate) * up)
+        return self.down(
+            F.softmax(gate, -1) * up if self.over else F.silu(gate) * up
+        )
 
 
 class GroupedBlock(nn.Module):

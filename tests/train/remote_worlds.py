@@ -45,7 +45,9 @@ class Faulty(LocalFileSystem):
     calls = 0
     fails: int | None = None
     how: Callable[[str], BaseException] = OSError
-    before: Callable[[str, str], object] = staticmethod(lambda name, path: None)
+    before: Callable[[str, str], object] = staticmethod(
+        lambda name, path: None
+    )
 
     @classmethod
     def called(cls, name: str, path: Any = "") -> None:
@@ -56,9 +58,13 @@ class Faulty(LocalFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        return LocalFileSystem._strip_protocol(str(path).removeprefix("faulty://"))
+        return LocalFileSystem._strip_protocol(
+            str(path).removeprefix("faulty://")
+        )
 
-    def open(self, path: Any, mode: str = "rb", *args: Any, **words: Any) -> Any:
+    def open(
+        self, path: Any, mode: str = "rb", *args: Any, **words: Any
+    ) -> Any:
         self.called("open", path)
         file = super().open(path, mode, *args, **words)
         plain = file.write
@@ -105,7 +111,9 @@ class Flat(MemoryFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        return MemoryFileSystem._strip_protocol(str(path).removeprefix("flat://"))
+        return MemoryFileSystem._strip_protocol(
+            str(path).removeprefix("flat://")
+        )
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
         pass
@@ -114,7 +122,9 @@ class Flat(MemoryFileSystem):
         Flat.before()
         path = self._strip_protocol(path)
         found = [
-            name for name in self.store if name == path or name.startswith(f"{path}/")
+            name
+            for name in self.store
+            if name == path or name.startswith(f"{path}/")
         ]
         if not found:
             raise FileNotFoundError(path)
@@ -124,7 +134,9 @@ class Flat(MemoryFileSystem):
         ]
         return infos if detail else [info["name"] for info in infos]
 
-    def open(self, path: Any, mode: str = "rb", *args: Any, **words: Any) -> Any:
+    def open(
+        self, path: Any, mode: str = "rb", *args: Any, **words: Any
+    ) -> Any:
         if "x" in mode:
             raise NotImplementedError(mode)
         return super().open(path, mode, *args, **words)
@@ -133,7 +145,9 @@ class Flat(MemoryFileSystem):
         Flat.before()
         return super().cat_file(path, *args, **words)
 
-    def pipe_file(self, path: Any, value: Any, *args: Any, **words: Any) -> Any:
+    def pipe_file(
+        self, path: Any, value: Any, *args: Any, **words: Any
+    ) -> Any:
         Flat.before()
         return super().pipe_file(path, value, *args, **words)
 
@@ -149,7 +163,9 @@ class Vault(LocalFileSystem):
     calls = 0
     broken = False
 
-    def __init__(self, host: str, username: str, password: str, **words: Any) -> None:
+    def __init__(
+        self, host: str, username: str, password: str, **words: Any
+    ) -> None:
         super().__init__(**words)
         if password != PASSWORD:
             raise PermissionError(f"{username} cannot log in with {password}")
@@ -157,7 +173,9 @@ class Vault(LocalFileSystem):
     @staticmethod
     def _get_kwargs_from_urls(url: str) -> Any:
         options = infer_storage_options(url)
-        return {name: options[name] for name in ("host", "username", "password")}
+        return {
+            name: options[name] for name in ("host", "username", "password")
+        }
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -216,13 +234,17 @@ def listing(url: str) -> dict[str, bytes]:
     """Every file of a remote folder with its bytes, but for heartbeats."""
     fs, root = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
-    names = [name for name in fs.find(root) if not name.endswith("/owner.json")]
+    names = [
+        name for name in fs.find(root) if not name.endswith("/owner.json")
+    ]
     return {name: fs.cat_file(name) for name in sorted(names)}
 
 
 def sound_there(folder: Path) -> list[str]:
     """The checkpoints of a remote folder, of which every byte is right."""
-    whole = [path for path in steps(folder) if (path / "manifest.json").exists()]
+    whole = [
+        path for path in steps(folder) if (path / "manifest.json").exists()
+    ]
     assert not [fault for path in whole for fault in verify_checkpoint(path)]
     return [path.name for path in whole]
 
@@ -237,7 +259,9 @@ def no_part(folder: Path) -> None:
 def remote_of(url: str, out: Path, timeout: float = 60.0) -> Remote:
     """A remote folder, for the run in a folder of the disk."""
     found = newest(out / "checkpoints")
-    return Remote(Url(url), timeout, Ownership(url, out, found[1] if found else None))
+    return Remote(
+        Url(url), timeout, Ownership(url, out, found[1] if found else None)
+    )
 
 
 def uploaded(out: Path, names: list[int], url: str) -> list[str]:

@@ -35,7 +35,9 @@ class Vit(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, 16))
         self.pos_embed = nn.Parameter(torch.zeros(1, 5, 16))
         terms = {"batch_first": True, "norm_first": True, "dropout": 0.0}
-        layers = (nn.TransformerEncoderLayer(16, 2, 32, **terms) for _ in range(3))
+        layers = (
+            nn.TransformerEncoderLayer(16, 2, 32, **terms) for _ in range(3)
+        )
         self.blocks = nn.Sequential(*layers)
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 10)
 
@@ -99,9 +101,13 @@ class Dlrm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bottom = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.bottom = nn.Sequential(
+            nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8)
+        )
         self.tables = nn.ModuleList(nn.Embedding(n, 8) for n in (50, 20, 7))
-        self.top = nn.Sequential(nn.Linear(14, 16), nn.ReLU(), nn.Linear(16, 10))
+        self.top = nn.Sequential(
+            nn.Linear(14, 16), nn.ReLU(), nn.Linear(16, 10)
+        )
 
     def forward(self, x: Tensor, categories: Tensor) -> Tensor:
         dense = self.bottom(x)
@@ -118,7 +124,9 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 32, dropout=0.0, batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 3)
         self.head = nn.Linear(16, WORDS)
 
@@ -135,7 +143,9 @@ class UNet(nn.Module):
         self.time = nn.Linear(1, 8)
         self.enter = nn.Conv2d(3, 8, 3, padding=1)
         self.down = nn.ModuleList(nn.Conv2d(8, 8, 3, 2, 1) for _ in range(2))
-        self.up = nn.ModuleList(nn.Conv2d(16, 8, 3, padding=1) for _ in range(2))
+        self.up = nn.ModuleList(
+            nn.Conv2d(16, 8, 3, padding=1) for _ in range(2)
+        )
         self.leave = nn.Conv2d(8, 10, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
@@ -185,7 +195,12 @@ def llama() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    sizes: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_layers": 2, "d_kv": 8}
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "d_ff": 32,
+        "num_layers": 2,
+        "d_kv": 8,
+    }
     sizes |= {"num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}
     return _of_transformers("T5ForConditionalGeneration", "T5Config", **sizes)
 
@@ -222,7 +237,9 @@ def made(name: str) -> nn.Module:
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in model.parameters():
-            drawn = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
+            drawn = torch.randn(
+                weight.shape, generator=draw, dtype=torch.float64
+            )
             weight.copy_(0.2 * drawn)
     return model
 
@@ -262,7 +279,9 @@ def arguments_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: batch[key] for key in ("input_ids", "decoder_input_ids")}
     if "transformers" in name:
         return {"input_ids": batch["tokens"]}
-    more = {"UNet of a diffusion": ("time",), "DLRM": ("categories",)}.get(name, ())
+    more = {"UNet of a diffusion": ("time",), "DLRM": ("categories",)}.get(
+        name, ()
+    )
     if kind != TEXT:
         return {key: batch[key] for key in ("x", *more)}
     if name.startswith("nanoGPT"):
@@ -281,7 +300,9 @@ def in_layout(
         model, optimizer, layout, loss=cross_entropy, example=pieces,
         tp_plan=MODULES[name][2], world=world,
     )  # fmt: skip
-    return [run.step(batch).loss for batch in run.shard(data)], run.state_dict()
+    return [
+        run.step(batch).loss for batch in run.shard(data)
+    ], run.state_dict()
 
 
 def by_hand(name: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -312,7 +333,9 @@ def compared(name: str, layout: str) -> Compared:
     losses, weights = by_hand(name)
     try:
         given = name, layout
-        every = launch(in_layout, Layout.parse(layout).ranks, *given, backend="threads")
+        every = launch(
+            in_layout, Layout.parse(layout).ranks, *given, backend="threads"
+        )
     except RankFailed as failed:
         return Compared(float("inf"), _reason(str(failed)))
     worst = 0.0
@@ -322,7 +345,9 @@ def compared(name: str, layout: str) -> Compared:
         for key, weight in weights.items():
             if weight.is_floating_point():
                 scale = float(weight.abs().max())
-                worst = max(worst, float((theirs[key] - weight).abs().max()) / scale)
+                worst = max(
+                    worst, float((theirs[key] - weight).abs().max()) / scale
+                )
     return Compared(worst)
 
 

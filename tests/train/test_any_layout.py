@@ -52,7 +52,9 @@ class Went(NamedTuple):
     losses: list[float]
 
 
-def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) -> Went:
+def _went(
+    world: World, run: Run, layout: str, steps: int, copy: Path | None
+) -> Went:
     """Go on from what is there, save at once elsewhere, and make so many steps; then save."""
     rank = Rank(world, run, Layout.parse(layout))
     positions = Positions(world.rank)
@@ -61,14 +63,18 @@ def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) ->
     state = RunState(rank, data, Uploads(rank, log))
     start = load_or_draw(state, log, None)
     if copy:
-        Saver(copy, rank.part.local, rank.part.updates).save(state.progress(start))
+        Saver(copy, rank.part.local, rank.part.updates).save(
+            state.progress(start)
+        )
     tokens, losses = [], []
     place = rank.part.local.coordinates
     tells = place["tp"] == place["pp"] == 0
     for step in range(start, start + steps):
         own = rank.batch(step)
         tokens.append(
-            [t for m in own for t in m["tokens"].flatten().tolist()] if tells else []
+            [t for m in own for t in m["tokens"].flatten().tolist()]
+            if tells
+            else []
         )
         losses.append(make_step(rank, positions, step).result.total)
     saver = Saver(run.checkpoints, rank.part.local, rank.part.updates)
@@ -81,11 +87,14 @@ def _run(out: Path, layout: str, steps: int, copy: Path | None = None) -> Went:
     run = Run.parse(RUN, "any", (f"out={out}",))
     text = f"{layout} fp64"
     ranks = Layout.parse(text).ranks
-    seen = launch(_went, ranks, run, text, steps, copy, backend="threads", timeout=30.0)
+    seen = launch(
+        _went, ranks, run, text, steps, copy, backend="threads", timeout=30.0
+    )
     assert len({tuple(each.losses) for each in seen}) == 1
     steps_of = zip(*(each.tokens for each in seen), strict=True)
     return Went(
-        [sorted(t for part in step for t in part) for step in steps_of], seen[0].losses
+        [sorted(t for part in step for t in part) for step in steps_of],
+        seen[0].losses,
     )
 
 
@@ -108,7 +117,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-
     "source, target",
     [
         *RING,
-        *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS if p not in RING),
+        *(
+            pytest.param(*p, marks=pytest.mark.slow)
+            for p in PAIRS
+            if p not in RING
+        ),
     ],
 )
 def test_each_layout_goes_on_from_every_other(
@@ -128,7 +141,9 @@ def test_each_layout_goes_on_from_every_other(
     hashes = hash_tensors(kept)
     assert hash_tensors(copy) == hashes
     for kind in ("exp_avg/", "exp_avg_sq/", "weight/"):
-        assert sum(title.startswith(kind) for title in hashes) == len(hashes) // 3
+        assert (
+            sum(title.startswith(kind) for title in hashes) == len(hashes) // 3
+        )
     assert found.tokens == truth.tokens
     assert len(found.tokens[0]) == 7 * 12
     assert found.losses == pytest.approx(truth.losses, rel=EXACT)

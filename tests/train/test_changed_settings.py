@@ -17,9 +17,16 @@ from phalanx.layout.run import Run
 from phalanx.layout.source import imported_sources
 from phalanx.train.agreement import flat
 from phalanx.train.checkpoint_format import Progress
-from phalanx.train.checkpoint_load import REFUSED, TOLD, UNTOLD, changed_settings
+from phalanx.train.checkpoint_load import (
+    REFUSED,
+    TOLD,
+    UNTOLD,
+    changed_settings,
+)
 
-PLAIN = Run.parse("", "run", ("model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}",))
+PLAIN = Run.parse(
+    "", "run", ("model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}",)
+)
 KEYS = dict(flat(asdict(PLAIN) | {"model": "a table"}))
 
 
@@ -28,21 +35,29 @@ def progress(run: Run, layout: str = "") -> Progress:
     return Progress(1, 8, run.seed, "", layout, run.shape, config)
 
 
-def told(before: Run, now: Run, layouts: tuple[str, str] = ("", "")) -> list[str]:
+def told(
+    before: Run, now: Run, layouts: tuple[str, str] = ("", "")
+) -> list[str]:
     was, layout = layouts[0], Layout.parse(layouts[1])
     return changed_settings(progress(before, was), now, layout, now.shape)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_of_every_key_of_a_run_it_is_decided_what_another_value_means(key: str) -> None:
+def test_of_every_key_of_a_run_it_is_decided_what_another_value_means(
+    key: str,
+) -> None:
     """A key that is added to Run and not put into one of the three tables fails here: decide."""
     names = {key, key.partition(".")[0]}
-    assert sum(bool(names & set(table)) for table in (REFUSED, TOLD, UNTOLD)) == 1
+    assert (
+        sum(bool(names & set(table)) for table in (REFUSED, TOLD, UNTOLD)) == 1
+    )
 
 
 @pytest.mark.parametrize("table", [REFUSED, TOLD, UNTOLD])
 def test_no_table_names_a_key_that_no_run_has(table: Any) -> None:
-    assert set(table) <= {part for key in KEYS for part in (key, key.partition(".")[0])}
+    assert set(table) <= {
+        part for key in KEYS for part in (key, key.partition(".")[0])
+    }
 
 
 OTHER: dict[str, object] = {
@@ -64,17 +79,25 @@ def _changed(run: Run, key: str) -> Run:
     table, _, inner = key.rpartition(".")
     if not table:
         return replace(run, **{key: new})
-    return replace(run, **{table: replace(getattr(run, table), **{inner: new})})
+    return replace(
+        run, **{table: replace(getattr(run, table), **{inner: new})}
+    )
 
 
-SETTINGS = [key for key in KEYS if key in TOLD or key.partition(".")[0] in TOLD]
+SETTINGS = [
+    key for key in KEYS if key in TOLD or key.partition(".")[0] in TOLD
+]
 
 
-@pytest.mark.parametrize("key", [key for key in SETTINGS if key != "precision"])
+@pytest.mark.parametrize(
+    "key", [key for key in SETTINGS if key != "precision"]
+)
 def test_every_setting_that_changes_what_is_trained_is_told(key: str) -> None:
     now = _changed(PLAIN, key)
     (text,) = told(PLAIN, now)
-    assert re.fullmatch(rf"{re.escape(key)}: .+ in the checkpoint, .+ in the run", text)
+    assert re.fullmatch(
+        rf"{re.escape(key)}: .+ in the checkpoint, .+ in the run", text
+    )
     assert told(now, now) == []
 
 
@@ -104,7 +127,11 @@ def test_what_was_left_out_is_compared_as_what_it_meant() -> None:
     shape = PLAIN.shape
     written = replace(PLAIN, batch=shape.batch, sequence=shape.sequence)
     assert told(PLAIN, written) == told(written, PLAIN) == []
-    model = {**PLAIN.model, "batch": shape.batch + 2, "sequence": shape.sequence + 3}  # type: ignore[dict-item]
+    model = {
+        **PLAIN.model,
+        "batch": shape.batch + 2,
+        "sequence": shape.sequence + 3,
+    }  # type: ignore[dict-item]
     assert told(PLAIN, replace(PLAIN, model=model)) == [
         f"batch: {shape.batch} in the checkpoint, {shape.batch + 2} in the run",
         f"sequence: {shape.sequence} in the checkpoint, {shape.sequence + 3} in the run",
@@ -127,10 +154,18 @@ def test_a_checkpoint_that_knows_no_settings_is_compared_by_what_it_has(
     assert settings == expected
 
 
-def test_a_run_that_resumes_in_another_precision_says_so(tmp_path: Path) -> None:
+def test_a_run_that_resumes_in_another_precision_says_so(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     for last, (keys, layout) in enumerate(
-        [((), ""), ((), "dp2 bf16"), (("precision=bf16",), "bf16"), ((), "fp16")], 1
+        [
+            ((), ""),
+            ((), "dp2 bf16"),
+            (("precision=bf16",), "bf16"),
+            ((), "fp16"),
+        ],
+        1,
     ):
         trained(small(out, f"steps={last}", *keys), layout)
     texts = [each["text"] for each in records(out, "settings")]
@@ -153,10 +188,14 @@ def _model(folder: Path, imports: str) -> str:
     return f"{folder / 'mine.py'}:Stranger"
 
 
-def test_a_changed_module_behind_a_model_s_file_is_told_by_name(tmp_path: Path) -> None:
+def test_a_changed_module_behind_a_model_s_file_is_told_by_name(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "code"
     model = _model(folder, "import first_part_a")
-    (folder / "first_part_a.py").write_text("from second_part_a import WIDTH\n")
+    (folder / "first_part_a.py").write_text(
+        "from second_part_a import WIDTH\n"
+    )
     (folder / "second_part_a.py").write_text(
         "WIDTH = 4\ndef f():\n    import third_part_a\n"
     )
@@ -197,7 +236,9 @@ def _sources(folder: Path, files: dict[str, str]) -> dict[str, Path]:
     return imported_sources(folder / "main.py")
 
 
-def test_the_user_s_own_modules_are_found_behind_a_file(tmp_path: Path) -> None:
+def test_the_user_s_own_modules_are_found_behind_a_file(
+    tmp_path: Path,
+) -> None:
     found = _sources(
         tmp_path,
         {
@@ -237,14 +278,16 @@ def test_modules_elsewhere_are_the_user_s_own_unless_they_are_installed(
     assert [*_sources(tmp_path / "model", {"main.py": text})] == ["of_mine"]
     # A model that is itself installed has the modules beside it.
     beside = tmp_path / "venv" / "site-packages" / "theirs"
-    assert [*_sources(beside, {"main.py": "import near, of_mine", "near.py": ""})] == [
+    assert [
+        *_sources(beside, {"main.py": "import near, of_mine", "near.py": ""})
+    ] == [
         "near",
         "of_mine",
     ]
     root = tmp_path / "venv" / "site-packages"
-    assert [*_sources(root, {"main.py": "import of_site_packages, of_mine"})] == [
-        "of_mine"
-    ]
+    assert [
+        *_sources(root, {"main.py": "import of_site_packages, of_mine"})
+    ] == ["of_mine"]
 
 
 def test_a_home_folder_with_a_whole_python_below_it_has_few_modules(

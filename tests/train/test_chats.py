@@ -53,7 +53,9 @@ def turns(*texts: str) -> Chat:
 
 CHATS: list[Chat] = [
     turns("What is the capital of France?", "Paris."),
-    turns("Say it in 日本語 😀", "はい😀!", "once more, and longer please", "no"),
+    turns(
+        "Say it in 日本語 😀", "はい😀!", "once more, and longer please", "no"
+    ),
     [
         {"role": "system", "content": "be brief"},
         *turns("hello", "hello user, what is it?"),
@@ -69,13 +71,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer's folder with a chat template."""
     folder = tmp_path_factory.mktemp("tokenizer")
     words = tokenizers.Tokenizer(tokenizers.models.BPE())
-    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
     words.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=330, special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    words.train_from_iterator([m["content"] for chat in CHATS for m in chat], trainer)
+    words.train_from_iterator(
+        [m["content"] for chat in CHATS for m in chat], trainer
+    )
     words.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -111,10 +117,14 @@ def made(
 
 def examples(stream: Stream) -> list[tuple[list[int], list[int]]]:
     edges = [
-        (int(a), int(b)) for a, b in zip(stream.starts, stream.starts[1:], strict=False)
+        (int(a), int(b))
+        for a, b in zip(stream.starts, stream.starts[1:], strict=False)
     ]
     return [
-        (stream.read(a, b)[0].tolist(), stream.read_answers(a, b).astype(int).tolist())
+        (
+            stream.read(a, b)[0].tolist(),
+            stream.read_answers(a, b).astype(int).tolist(),
+        )
         for a, b in edges
     ]
 
@@ -127,7 +137,9 @@ def by_hand(folder: Path, chat: Chat) -> tuple[list[int], list[int]]:
         head = words.encode(f"<|im_start|>{message['role']}\n").ids
         body = words.encode(f"{message['content']}<|im_end|>\n").ids
         ids += head + body
-        marks += [0] * len(head) + [int(message["role"] == "assistant")] * len(body)
+        marks += [0] * len(head) + [int(message["role"] == "assistant")] * len(
+            body
+        )
     return ids, marks
 
 
@@ -157,9 +169,15 @@ def test_a_template_that_marks_answers_is_taken_at_its_word(
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(marked)
     for chat, (ids, marks) in zip(CHATS, found, strict=True):
         made_there = theirs.apply_chat_template(
-            chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            chat,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
-        assert (ids, marks) == (made_there["input_ids"], made_there["assistant_masks"])
+        assert (ids, marks) == (
+            made_there["input_ids"],
+            made_there["assistant_masks"],
+        )
     # Behind an answer stands a newline, which this template does not mark.
     assert sum(sum(m) for _, m in found) < sum(
         sum(by_hand(folder, c)[1]) for c in CHATS
@@ -180,7 +198,9 @@ CALL: dict[str, Any] = {
 WRITTEN = "<call>weather</call>"
 
 
-@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=repr)
+@pytest.mark.parametrize(
+    "content", [{}, {"content": None}, {"content": ""}], ids=repr
+)
 def test_an_answer_that_only_calls_tools_or_only_reasons_is_an_answer(
     content: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
@@ -194,7 +214,12 @@ def test_an_answer_that_only_calls_tools_or_only_reasons_is_an_answer(
     chats = [
         [asks, silent | CALL],
         [asks, silent | thinks],
-        [asks, silent | CALL | thinks, tool, {"role": "assistant", "content": "yes"}],
+        [
+            asks,
+            silent | CALL | thinks,
+            tool,
+            {"role": "assistant", "content": "yes"},
+        ],
         # says nothing at all
         [asks, silent | {"tool_calls": [], "reasoning_content": ""}],
         [silent | CALL, asks],  # answers nothing
@@ -228,9 +253,13 @@ def test_a_token_that_holds_a_character_of_an_answer_counts(
     other = copied(folder, tmp_path / "other", template)
     known = {
         word: n
-        for n, word in enumerate(("?", "</s>", "user:a", "assistant:b", "c", "<s>"))
+        for n, word in enumerate(
+            ("?", "</s>", "user:a", "assistant:b", "c", "<s>")
+        )
     }
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="?"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(known, unk_token="?")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.save(str(other / "tokenizer.json"))
     found, _ = made(
@@ -248,7 +277,9 @@ def test_an_answer_of_nothing_but_a_document_s_first_token_is_none(
         "{% endgeneration %}{% endif %}{% endfor %}"
     )
     other = copied(folder, tmp_path / "other", only)
-    rows = [{"messages": turns("not written", answer)} for answer in ("a", "ab ab")]
+    rows = [
+        {"messages": turns("not written", answer)} for answer in ("a", "ab ab")
+    ]
     found, done = made(lines(tmp_path / "a.jsonl", rows), other)
     assert done.unanswered == 1
     assert len(found) == 1
@@ -261,7 +292,8 @@ def test_a_tokenizer_that_begins_texts_with_a_token_adds_none_to_documents_or_ch
 ) -> None:
     """As Llama's: its post-processor puts BOS before what it encodes. A template writes its own."""
     plain, other = (
-        copied(folder, tmp_path / name, template) for name in ("plain", "other")
+        copied(folder, tmp_path / name, template)
+        for name in ("plain", "other")
     )
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     without = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -283,9 +315,13 @@ def test_a_tokenizer_that_begins_texts_with_a_token_adds_none_to_documents_or_ch
     ]
 
 
-def test_every_form_of_chat_is_the_same_chat(folder: Path, tmp_path: Path) -> None:
+def test_every_form_of_chat_is_the_same_chat(
+    folder: Path, tmp_path: Path
+) -> None:
     pairs = [
-        chat for chat in CHATS if [m["role"] for m in chat] == ["user", "assistant"]
+        chat
+        for chat in CHATS
+        if [m["role"] for m in chat] == ["user", "assistant"]
     ]
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     rows: dict[str, list[Any]] = {
@@ -293,7 +329,8 @@ def test_every_form_of_chat_is_the_same_chat(folder: Path, tmp_path: Path) -> No
         "sharegpt": [
             {
                 "conversations": [
-                    {"from": names[m["role"]], "value": m["content"]} for m in chat
+                    {"from": names[m["role"]], "value": m["content"]}
+                    for m in chat
                 ]
             }
             for chat in pairs
@@ -302,7 +339,9 @@ def test_every_form_of_chat_is_the_same_chat(folder: Path, tmp_path: Path) -> No
             {"prompt": chat[0]["content"], "completion": chat[1]["content"]}
             for chat in pairs
         ],
-        "lists": [{"prompt": chat[:1], "completion": chat[1:]} for chat in pairs],
+        "lists": [
+            {"prompt": chat[:1], "completion": chat[1:]} for chat in pairs
+        ],
         "alpaca": [
             {
                 "instruction": chat[0]["content"],
@@ -314,13 +353,18 @@ def test_every_form_of_chat_is_the_same_chat(folder: Path, tmp_path: Path) -> No
     }
     wanted = [by_hand(folder, chat) for chat in pairs]
     for name, each in rows.items():
-        assert made(lines(tmp_path / f"{name}.jsonl", each), folder)[0] == wanted, name
+        assert (
+            made(lines(tmp_path / f"{name}.jsonl", each), folder)[0] == wanted
+        ), name
         parquet.write_table(
             pyarrow.Table.from_pylist(each), tmp_path / f"{name}.parquet"
         )
         assert made(tmp_path / f"{name}.parquet", folder)[0] == wanted, name
     said = [{"said": chat} for chat in pairs]
-    assert made(lines(tmp_path / "said.jsonl", said), folder, field="said")[0] == wanted
+    assert (
+        made(lines(tmp_path / "said.jsonl", said), folder, field="said")[0]
+        == wanted
+    )
 
 
 def test_what_an_instruction_is_about_stands_behind_it(
@@ -411,7 +455,11 @@ def test_what_is_no_example_is_counted_and_what_is_no_chat_is_named(
     assert data_verb([*said, "--json"]) == 0
     captured = capsys.readouterr()
     counts = json.loads(captured.out)
-    assert (counts["skipped"], counts["empty"], counts["unanswered"]) == (6, 2, 3)
+    assert (counts["skipped"], counts["empty"], counts["unanswered"]) == (
+        6,
+        2,
+        3,
+    )
     assert counts["train"]["documents"] == 2
     named = Path(out, "skipped.txt").read_text().splitlines()
     for line, number, words in zip(
@@ -474,10 +522,14 @@ def test_a_preparation_of_chats_that_was_stopped_ends_with_the_same_files(
 def test_tokens_of_another_tokenizer_are_not_gone_on_with(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
-    source = lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in CHATS])
+    source = lines(
+        tmp_path / "a.jsonl", [{"messages": chat} for chat in CHATS]
+    )
     prepare(source, tmp_path / "out", open_vocabulary(folder), share=0.0)
     other = copied(folder, tmp_path / "other", PLAIN)
-    prepare(source, tmp_path / "out", open_vocabulary(other), share=0.0)  # as it was
+    prepare(
+        source, tmp_path / "out", open_vocabulary(other), share=0.0
+    )  # as it was
     (other / name).write_text((other / name).read_text() + " ")
     with pytest.raises(
         DataError, match="begun from other sources or with other settings"
@@ -489,18 +541,26 @@ def test_the_tools_of_a_row_are_written_by_the_template(
     folder: Path, tmp_path: Path
 ) -> None:
     other = copied(
-        folder, tmp_path / "other", "{{ tools[0].name if tools else 'none' }}" + PLAIN
+        folder,
+        tmp_path / "other",
+        "{{ tools[0].name if tools else 'none' }}" + PLAIN,
     )
     chat = turns("a", "b")
     rows = [
         {"messages": chat, "tools": tools}
         for tools in ([{"name": "weather"}], [], None)
     ]
-    found, _ = made(lines(tmp_path / "a.jsonl", [*rows, {"messages": chat}]), other)
+    found, _ = made(
+        lines(tmp_path / "a.jsonl", [*rows, {"messages": chat}]), other
+    )
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids, marks = by_hand(folder, chat)
-    heads = [words.encode(text).ids for text in ("weather", "none", "none", "none")]
-    assert found == [([*head, *ids], [*(0 for _ in head), *marks]) for head in heads]
+    heads = [
+        words.encode(text).ids for text in ("weather", "none", "none", "none")
+    ]
+    assert found == [
+        ([*head, *ids], [*(0 for _ in head), *marks]) for head in heads
+    ]
 
 
 def test_a_completion_of_somebody_else_s_messages_is_named(
@@ -514,10 +574,15 @@ def test_a_completion_of_somebody_else_s_messages_is_named(
     found, done = made(lines(tmp_path / "a.jsonl", rows), folder)
     assert (len(found), done.skipped) == (1, 1)
     named = (tmp_path / "a.jsonl.tokens" / "skipped.txt").read_text()
-    assert "line 1: 'completion' has messages that are not the assistant's" in named
+    assert (
+        "line 1: 'completion' has messages that are not the assistant's"
+        in named
+    )
 
 
-def test_templates_that_cannot_be_used_say_why(folder: Path, tmp_path: Path) -> None:
+def test_templates_that_cannot_be_used_say_why(
+    folder: Path, tmp_path: Path
+) -> None:
     source = lines(
         tmp_path / "a.jsonl", [{"messages": CHATS[0]}, {"messages": CHATS[1]}]
     )
@@ -545,8 +610,15 @@ def test_templates_that_cannot_be_used_say_why(folder: Path, tmp_path: Path) -> 
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
     ):
         (other / "chat_template.jinja").write_text(words)
-        with pytest.raises(DataError, match=f"its chat template refuses it: .*{why}"):
-            prepare(source, tmp_path / words[4:9], open_vocabulary(other), share=0.0)
+        with pytest.raises(
+            DataError, match=f"its chat template refuses it: .*{why}"
+        ):
+            prepare(
+                source,
+                tmp_path / words[4:9],
+                open_vocabulary(other),
+                share=0.0,
+            )
 
 
 def test_prompts_longer_than_the_sequence_are_left_out_and_counted(
@@ -568,7 +640,10 @@ def test_prompts_longer_than_the_sequence_are_left_out_and_counted(
             f"{len(longer) - len(lost)} of 6 documents are longer than sequence = 20"
             in notice
         )
-        assert f"{len(lost)} more have no answer before that and are left out" in notice
+        assert (
+            f"{len(lost)} more have no answer before that and are left out"
+            in notice
+        )
         targets = torch.cat(
             [batches.batch(n)["targets"] for n in range(batches.sequences)]
         )
@@ -605,7 +680,9 @@ def reference(model: Path, *, padded: bool) -> tuple[float, float]:
     rows = [by_hand(model, chat) for chat in CHATS]
     longest = max(len(ids) for ids, _ in rows)
     if padded:
-        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
+        ids = torch.tensor(
+            [ids + [0] * (longest - len(ids)) for ids, _ in rows]
+        )
         there = torch.tensor(
             [[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in rows]
         )
@@ -613,7 +690,9 @@ def reference(model: Path, *, padded: bool) -> tuple[float, float]:
             [marks + [0] * (longest - len(marks)) for _, marks in rows]
         )
         logits = theirs(input_ids=ids, attention_mask=there).logits[:, :-1]
-        pairs = [(logits[n], ids[n, 1:], marks[n, 1:]) for n in range(len(rows))]
+        pairs = [
+            (logits[n], ids[n, 1:], marks[n, 1:]) for n in range(len(rows))
+        ]
     else:
         pairs = [
             (theirs(input_ids=torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:]),
@@ -621,7 +700,8 @@ def reference(model: Path, *, padded: bool) -> tuple[float, float]:
             for ids, marks in rows
         ]  # fmt: skip
     losses = [
-        F.cross_entropy(x, y, reduction="none")[keep.bool()] for x, y, keep in pairs
+        F.cross_entropy(x, y, reduction="none")[keep.bool()]
+        for x, y, keep in pairs
     ]
     loss = torch.cat(losses).sum() / sum(int(keep.sum()) for *_, keep in pairs)
     loss.backward()
@@ -635,7 +715,9 @@ def test_the_loss_on_answers_is_that_of_transformers_in_every_layout(
 ) -> None:
     """One step over all examples. Answers are spread unevenly: ranks, microbatches and halves of a
     sequence hold from none to many of the tokens that count."""
-    source = lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in CHATS])
+    source = lines(
+        tmp_path / "a.jsonl", [{"messages": chat} for chat in CHATS]
+    )
     found, _ = made(source, model)
     corpus = open_corpus(tmp_path / "a.jsonl.tokens")
     sequence = 2 * max(len(ids) for ids, _ in found) - 1
@@ -661,6 +743,10 @@ def test_the_loss_on_answers_is_that_of_transformers_in_every_layout(
         trained(config, f"{layout} fp64")
         (step,) = records(out, "step")
         # transformers takes some roots in float32, in which no layout differs from another.
-        assert (step["loss"], step["norm"]) == pytest.approx(wanted, rel=1e-7), layout
+        assert (step["loss"], step["norm"]) == pytest.approx(
+            wanted, rel=1e-7
+        ), layout
         first = first or (step["loss"], step["norm"])
-        assert (step["loss"], step["norm"]) == pytest.approx(first, rel=1e-12), layout
+        assert (step["loss"], step["norm"]) == pytest.approx(
+            first, rel=1e-12
+        ), layout

@@ -90,7 +90,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_and_the_one_before_is_used(folder: Path, kind: str) -> None:
+def test_damage_is_named_and_the_one_before_is_used(
+    folder: Path, kind: str
+) -> None:
     change, words = DAMAGE[kind]
     change(folder)
 
@@ -103,7 +105,11 @@ def test_damage_is_named_and_the_one_before_is_used(folder: Path, kind: str) -> 
         (damaged,) = loaded.damaged
         assert damaged.startswith("step-00000002 is damaged: ")
         assert words in damaged
-        assert "manifest.json" in damaged if "manifest" in kind else FIRST in damaged
+        assert (
+            "manifest.json" in damaged
+            if "manifest" in kind
+            else FIRST in damaged
+        )
     assert any(words in fault for fault in verify_checkpoint(newest(folder)))
 
 
@@ -132,14 +138,18 @@ def test_a_manifest_is_a_value_and_reads_back(two: Path) -> None:
 def test_a_checksum_is_that_of_the_bytes_in_the_file(two: Path) -> None:
     for file in read_manifest(newest(two)).files:
         content = (newest(two) / file.name).read_bytes()
-        pieces = [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)]
+        pieces = [
+            content[at : at + CHUNK] for at in range(0, len(content), CHUNK)
+        ]
         assert file.checksum == "xxh3_128"
         assert list(file.chunks) == [
             xxhash.xxh3_128_hexdigest(piece) for piece in pieces
         ]
 
 
-def test_a_checkpoint_of_version_1_is_loaded_and_its_damage_found(folder: Path) -> None:
+def test_a_checkpoint_of_version_1_is_loaded_and_its_damage_found(
+    folder: Path,
+) -> None:
     weights = hash_tensors(newest(folder))
     text = json.loads((newest(folder) / "manifest.json").read_text())
     body = text["body"]
@@ -199,11 +209,15 @@ def test_a_full_disk_on_one_rank_is_decided_alike_and_what_was_before_stays(
     def work(each: Run) -> list[Any]:
         nonlocal full
         each.resume(folder)
-        saver = each.saver(folder, asynchronous=asynchronous, on_failure="go on")
+        saver = each.saver(
+            folder, asynchronous=asynchronous, on_failure="go on"
+        )
         each.steps(1)
         decided = [*saver.save(each.progress), *saver.finish()]
         stopping = each.saver(folder, asynchronous=asynchronous)
-        with pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 1: .*No space left on device"
+        ):
             list(map(str, [*stopping.save(each.progress), *stopping.finish()]))
         each.steps(1)  # training goes on
         each.local.groups.everyone.barrier()
@@ -277,7 +291,15 @@ def test_killed_at_any_moment_of_a_save_the_newest_sound_one_is_there(
         each.saver(there, keep=1).save(each.progress)
         return int(loaded.progress.step)
 
-    for name in ("fsync", "open", "rename", "replace", "mkdir", "rmdir", "unlink"):
+    for name in (
+        "fsync",
+        "open",
+        "rename",
+        "replace",
+        "mkdir",
+        "rmdir",
+        "unlink",
+    ):
         monkeypatch.setattr(os, name, dying(getattr(os, name)))
     moments = 0
     for moment in range(1, 400):
@@ -294,7 +316,9 @@ def test_killed_at_any_moment_of_a_save_the_newest_sound_one_is_there(
         assert verify_checkpoint(kept) == [], moment
         assert kept.name in ("step-00000002", "step-00000003"), moment
         assert run("dp1", work) == [int(kept.name[-1])]
-        assert len(list(there.iterdir())) == 1, "what the killed one left is gone"
+        assert len(list(there.iterdir())) == 1, (
+            "what the killed one left is gone"
+        )
         if done:
             break
         moments += 1
@@ -313,7 +337,9 @@ def test_whichever_call_of_a_save_fails_once_the_run_goes_on_and_saves_again(
             nonlocal left
             left -= 1
             if left == 0:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), plain.__name__)
+                raise OSError(
+                    errno.EIO, os.strerror(errno.EIO), plain.__name__
+                )
             return plain(*args, **options)
 
         return call
@@ -321,9 +347,15 @@ def test_whichever_call_of_a_save_fails_once_the_run_goes_on_and_saves_again(
     class Numbers(io.FileIO):
         write = failing(io.FileIO.write)
 
-    def opened(path: Path, mode: str = "r", buffering: int = -1, **options: Any) -> Any:
+    def opened(
+        path: Path, mode: str = "r", buffering: int = -1, **options: Any
+    ) -> Any:
         plain = buffering or "b" not in mode
-        return open(path, mode, buffering, **options) if plain else Numbers(path, mode)
+        return (
+            open(path, mode, buffering, **options)
+            if plain
+            else Numbers(path, mode)
+        )
 
     def text(descriptor: int, *args: Any, **options: Any) -> Any:
         file = open(descriptor, *args, **options)  # noqa: SIM115
@@ -342,7 +374,15 @@ def test_whichever_call_of_a_save_fails_once_the_run_goes_on_and_saves_again(
         each.steps(1)
         return reached, first, saver.save(each.progress)[-1]
 
-    for name in ("fsync", "open", "rename", "replace", "mkdir", "rmdir", "unlink"):
+    for name in (
+        "fsync",
+        "open",
+        "rename",
+        "replace",
+        "mkdir",
+        "rmdir",
+        "unlink",
+    ):
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
     monkeypatch.setattr(Path, "open", opened)
     monkeypatch.setattr(os, "fdopen", text)
@@ -352,9 +392,13 @@ def test_whichever_call_of_a_save_fails_once_the_run_goes_on_and_saves_again(
         left = 0
         shutil.copytree(folder, there)
         [(reached, first, second)] = run("dp1", work)
-        assert (second.step, second.error, second.notice) == (4, "", ""), moment
+        assert (second.step, second.error, second.notice) == (4, "", ""), (
+            moment
+        )
         assert verify_checkpoint(second.path) == [], moment
-        assert [path.name for path in there.iterdir()] == ["step-00000004"], moment
+        assert [path.name for path in there.iterdir()] == ["step-00000004"], (
+            moment
+        )
         if not reached:
             break
         told.append(first.error or first.notice)

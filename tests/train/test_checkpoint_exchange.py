@@ -50,7 +50,12 @@ LIKE = {
     "qwen3": replace(BASE, qk_norm=True),
     # Of the eight frequencies some stay, some are blended, some slow down.
     "llama-3.2": replace(
-        BASE, tied=True, rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_original=64
+        BASE,
+        tied=True,
+        rope_factor=8.0,
+        rope_low=1.0,
+        rope_high=4.0,
+        rope_original=64,
     ),
 }
 FAMILY = {"llama-3.2": "llama"}
@@ -155,7 +160,9 @@ def test_imported_weights_give_the_logits_of_transformers(
     assert verify_checkpoint(path) == []
     shape = read_manifest(path).shape
     assert shape == replace(LIKE[family], name=FAMILY.get(family, family))
-    tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, 61, (2, 20), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         wanted = model(tokens).logits
     found = ours(path, tokens)
@@ -179,7 +186,9 @@ def test_exported_weights_give_the_same_logits_in_transformers(
         .eval()
     )
     assert type(model).__name__ == THEIRS[family]
-    tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, 61, (2, 20), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         wanted = model(tokens).logits
     found = ours(path, tokens)
@@ -206,9 +215,16 @@ def test_every_exported_tensor_is_the_one_of_that_name(
         for tensor in manifest.tensors:
             if tensor.kind != "weight":
                 continue
-            layer, _, inner = tensor.name.removeprefix("layers.").partition(".")
-            name = PAIRS.get(tensor.name) or f"model.layers.{layer}.{INNER[inner]}"
-            assert torch.equal(exported.pop(name), reader.whole(tensor).float()), name
+            layer, _, inner = tensor.name.removeprefix("layers.").partition(
+                "."
+            )
+            name = (
+                PAIRS.get(tensor.name)
+                or f"model.layers.{layer}.{INNER[inner]}"
+            )
+            assert torch.equal(
+                exported.pop(name), reader.whole(tensor).float()
+            ), name
     assert not exported
 
 
@@ -219,10 +235,14 @@ def test_what_is_exported_and_imported_is_the_same_to_the_bit(
     shape = replace(LIKE[family], batch=6)
     trained(tmp_path / "run", "pp2 tp2", shape=shape)
     path = tmp_path / "run" / "step-00000002"
-    files = export_weights(path, tmp_path / "hub", family=FAMILY.get(family, family))
+    files = export_weights(
+        path, tmp_path / "hub", family=FAMILY.get(family, family)
+    )
     assert len(files) > 4, "several files and an index"
     back = import_weights(tmp_path / "hub", tmp_path / "back")
-    weights = {k: v for k, v in hash_tensors(path).items() if k.startswith("weight/")}
+    weights = {
+        k: v for k, v in hash_tensors(path).items() if k.startswith("weight/")
+    }
     assert hash_tensors(back) == weights
     assert read_manifest(back).shape == replace(
         shape, name=FAMILY.get(family, family), batch=8
@@ -232,10 +252,13 @@ def test_what_is_exported_and_imported_is_the_same_to_the_bit(
 def test_a_shape_that_is_none_of_theirs_is_refused_with_all_reasons() -> None:
     wrong = replace(SHAPES["gpt"], bias="none", qk_norm=True)
     with pytest.raises(
-        ValueError, match=r'for gpt2 bias would be "all", not "none"; qk_norm would'
+        ValueError,
+        match=r'for gpt2 bias would be "all", not "none"; qk_norm would',
     ):
         family_of(wrong)
-    with pytest.raises(ValueError, match=r"for qwen2 qk_norm would be false, not true"):
+    with pytest.raises(
+        ValueError, match=r"for qwen2 qk_norm would be false, not true"
+    ):
         family_of(SHAPES["qwen"])
     with pytest.raises(
         ValueError, match=r"is no llama: qk_norm would be false, not true"
@@ -253,7 +276,8 @@ def hub(folder: Path) -> Path:
     ours = build_model(shape).weights
     where = sources(FAMILIES["llama"], ours)
     names = {
-        where[name].name: torch.zeros(weight.shape) for name, weight in ours.items()
+        where[name].name: torch.zeros(weight.shape)
+        for name, weight in ours.items()
     }
     folder.mkdir()
     write_file(folder / "model.safetensors", names)
@@ -273,7 +297,8 @@ def config(**changed: object) -> Callable[[Path], None]:
 def index(name: str) -> Callable[[Path], None]:
     said = {"weight_map": {"model.norm.weight": name}}
     return lambda f: (
-        (f / "model.safetensors.index.json").write_text(json.dumps(said)) and None
+        (f / "model.safetensors.index.json").write_text(json.dumps(said))
+        and None
     )
 
 
@@ -346,14 +371,25 @@ def test_the_command_shows_verifies_exports_and_imports(
     assert "parameters  " in capsys.readouterr().out
     assert command(["show", run, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["step"], told["shape"], told["parameters"]) == (0, "llama", BASE_ONE)
+    assert (told["step"], told["shape"], told["parameters"]) == (
+        0,
+        "llama",
+        BASE_ONE,
+    )
     assert command(["verify", run]) == 0
     assert (
-        command(["export", run, "--to", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
+        command(
+            ["export", run, "--to", str(tmp_path / "bf16"), "--dtype", "bf16"]
+        )
+        == 0
     )
-    again = read_manifest(import_weights(tmp_path / "bf16", tmp_path / "again"))
+    again = read_manifest(
+        import_weights(tmp_path / "bf16", tmp_path / "again")
+    )
     assert {tensor.dtype for tensor in again.tensors} == {"BF16"}
-    file = next((tmp_path / "run" / "checkpoints" / "step-00000000").glob("rank-*"))
+    file = next(
+        (tmp_path / "run" / "checkpoints" / "step-00000000").glob("rank-*")
+    )
     os.truncate(file, 900)
     capsys.readouterr()
     assert command(["verify", run]) == 1
@@ -399,7 +435,13 @@ def test_a_run_begins_from_imported_weights_without_their_sizes(
     said |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     (hub / "config.json").write_text(json.dumps(said))
     assert command(["import", str(hub), "--out", run]) == 0
-    words = [f"out={run}", "steps=1", "batch=2", "layout=fp32", "validation.batches=0"]
+    words = [
+        f"out={run}",
+        "steps=1",
+        "batch=2",
+        "layout=fp32",
+        "validation.batches=0",
+    ]
     assert train_command([*words, "optimizer.lr=1e-9"]) == 0
     assert "model: 'llama' with 3 layers" in capsys.readouterr().out
     kept = read_manifest(Path(run, "checkpoints", "step-00000001")).shape
@@ -407,21 +449,33 @@ def test_a_run_begins_from_imported_weights_without_their_sizes(
     assert replace(kept, batch=8) == replace(shape, name="llama")
     # The loss of the first step is transformers' own on the same batch.
     (step,) = [
-        r for r in read_journal(Path(run, "metrics.jsonl")) if r["event"] == "step"
+        r
+        for r in read_journal(Path(run, "metrics.jsonl"))
+        if r["event"] == "step"
     ]
     wanted = Run.parse(
-        "", "run", ("model={layers=1,hidden=8,vocab=256,sequence=32}", "batch=2")
+        "",
+        "run",
+        ("model={layers=1,hidden=8,vocab=256,sequence=32}", "batch=2"),
     )
     batch = batches_of(wanted, wanted.shape).batch(0)
     counted = batch["targets"] >= 0
     documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-    mask = torch.zeros(same.shape).masked_fill(~same.tril(), -torch.inf).unsqueeze(1)
+    mask = (
+        torch.zeros(same.shape)
+        .masked_fill(~same.tril(), -torch.inf)
+        .unsqueeze(1)
+    )
     with torch.no_grad():
         logits = model(
-            batch["tokens"], attention_mask=mask, position_ids=batch["positions"]
+            batch["tokens"],
+            attention_mask=mask,
+            position_ids=batch["positions"],
         ).logits
-    loss = torch.nn.functional.cross_entropy(logits[counted], batch["targets"][counted])
+    loss = torch.nn.functional.cross_entropy(
+        logits[counted], batch["targets"][counted]
+    )
     assert step["loss"] == pytest.approx(float(loss), rel=1e-5)
     # Sizes that are given must be those of the checkpoint.
     sizes = toml_value(table_of(replace(LIKE["llama"], vocab=256)))

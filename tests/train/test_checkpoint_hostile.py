@@ -16,7 +16,11 @@ import pytest
 from checkpoint_worlds import Run, saved_twice
 
 from phalanx.comm import AloneWorld
-from phalanx.train.checkpoint_format import CHUNK, CheckpointError, verify_checkpoint
+from phalanx.train.checkpoint_format import (
+    CHUNK,
+    CheckpointError,
+    verify_checkpoint,
+)
 from phalanx.train.checkpoint_load import load
 
 FIRST = "rank-00000.safetensors"
@@ -91,14 +95,18 @@ def tensor(
 
 def piece(change: dict[str, Any]) -> Callable[[Path], None]:
     def found(body: dict[str, Any]) -> None:
-        each = next(t for t in body["tensors"] if t["name"] == "embed.tokens.weight")
+        each = next(
+            t for t in body["tensors"] if t["name"] == "embed.tokens.weight"
+        )
         each["pieces"][0].update(change)
 
     return lambda path: sign(path, found)
 
 
 def named(name: str) -> Callable[[Path], None]:
-    return lambda path: sign(path, lambda body: body["files"][0].update(name=name))
+    return lambda path: sign(
+        path, lambda body: body["files"][0].update(name=name)
+    )
 
 
 def stored(change: dict[str, Any]) -> Callable[[Path], None]:
@@ -215,16 +223,22 @@ def test_a_hostile_checkpoint_runs_nothing_and_is_refused_in_a_sentence(
     change(path)
 
     before = {n: u.home.clone() for n, u in rank.local.units.items()}
-    with pytest.raises(CheckpointError, match=words or "state of Evil") as error:
+    with pytest.raises(
+        CheckpointError, match=words or "state of Evil"
+    ) as error:
         load(folder, rank.local, rank.updates)
-    assert all(bool((before[n] == u.home).all()) for n, u in rank.local.units.items())
+    assert all(
+        bool((before[n] == u.home).all()) for n, u in rank.local.units.items()
+    )
     assert not (folder / Payload.trace).exists()
     if words:
         assert verify_checkpoint(path)
         assert len(str(error.value)) < 2000
 
 
-def test_the_payload_is_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_payload_is_real(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     pickle.loads(PICKLE)
     assert (tmp_path / Payload.trace).is_dir()

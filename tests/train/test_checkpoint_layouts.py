@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_worlds import SHAPE, WIDE, Run, hash_tensors, resaved, run, trained
+from checkpoint_worlds import (
+    SHAPE,
+    WIDE,
+    Run,
+    hash_tensors,
+    resaved,
+    run,
+    trained,
+)
 
 from phalanx.parallel import build_model, start
 from phalanx.train import checkpoint_load
@@ -53,19 +61,27 @@ def test_copies_of_heads_padding_and_other_optimizers(
     trained(tmp_path / "a", layout, shape=GQA, optimizer=optimizer)
     path = tmp_path / "a" / "step-00000002"
     manifest = read_manifest(path)
-    for tensor in manifest.tensors:  # no number is written twice, and all of them are
+    for (
+        tensor
+    ) in manifest.tensors:  # no number is written twice, and all of them are
         numbers = sum(p.stop - p.start for p in tensor.shards)
         padding = {"embed.tokens.weight", "head.output.weight"} | {
             t.name for t in manifest.tensors if ".mlp." in t.name
         }
         whole = math.prod(tensor.shape)
-        assert numbers == whole or (numbers > whole and tensor.name in padding), (
-            tensor.title
-        )
+        assert numbers == whole or (
+            numbers > whole and tensor.name in padding
+        ), tensor.title
     resaved(
-        tmp_path / "a", "dp2 pp2 tp2", tmp_path / "b", shape=GQA, optimizer=optimizer
+        tmp_path / "a",
+        "dp2 pp2 tp2",
+        tmp_path / "b",
+        shape=GQA,
+        optimizer=optimizer,
     )
-    resaved(tmp_path / "b", layout, tmp_path / "c", shape=GQA, optimizer=optimizer)
+    resaved(
+        tmp_path / "b", layout, tmp_path / "c", shape=GQA, optimizer=optimizer
+    )
     assert hash_tensors(tmp_path / "c" / "step-00000002") == hash_tensors(path)
 
 
@@ -91,7 +107,9 @@ def test_to_go_on_in_the_same_layout_is_to_have_never_stopped(
     def again(each: Run) -> list[str]:
         loaded = each.resume(tmp_path / "a")
         wanted = vars(replace(each.progress, step=2, cursor=2 * SHAPE.batch))
-        assert {name: getattr(loaded.progress, name) for name in wanted} == wanted
+        assert {
+            name: getattr(loaded.progress, name) for name in wanted
+        } == wanted
         losses = each.steps(3)
         each.saver(tmp_path / "other").save(each.progress)
         return losses
@@ -103,7 +121,8 @@ def test_to_go_on_in_the_same_layout_is_to_have_never_stopped(
     resumed = run(layout, again, seed=5, compute=compute)[0]
     assert resumed == undisturbed[2:]
     ends = [
-        hash_tensors(tmp_path / name / "step-00000005") for name in ("end", "other")
+        hash_tensors(tmp_path / name / "step-00000005")
+        for name in ("end", "other")
     ]
     assert ends[0] == ends[1]
 
@@ -131,7 +150,9 @@ def test_an_asynchronous_save_is_decided_at_a_later_step_by_all_alike(
         for step in range(2, 200):
             each.steps(1)
             if step == 4 and each.world.rank == 0:
-                assert steps(tmp_path) == [], "not before the last rank has written"
+                assert steps(tmp_path) == [], (
+                    "not before the last rank has written"
+                )
                 gate.set()
             decided += [step for _ in saver.poll()]
             if decided:
@@ -145,9 +166,13 @@ def test_an_asynchronous_save_is_decided_at_a_later_step_by_all_alike(
     assert verify_checkpoint(tmp_path / "step-00000001") == []
 
 
-def test_the_newest_stay_and_what_was_begun_and_left_goes(tmp_path: Path) -> None:
+def test_the_newest_stay_and_what_was_begun_and_left_goes(
+    tmp_path: Path,
+) -> None:
     (tmp_path / ".saving-00000009").mkdir()
-    (tmp_path / ".saving-00000009" / "rank-00000.safetensors").write_bytes(b"half")
+    (tmp_path / ".saving-00000009" / "rank-00000.safetensors").write_bytes(
+        b"half"
+    )
     (tmp_path / ".removed-step-00000001").mkdir()
 
     def work(each: Run) -> None:
@@ -162,7 +187,9 @@ def test_the_newest_stay_and_what_was_begun_and_left_goes(tmp_path: Path) -> Non
         "step-00000004",
     ]
     before = hash_tensors(tmp_path / "step-00000004")
-    resaved(tmp_path, "tp2", tmp_path)  # the same step once more, where it already is
+    resaved(
+        tmp_path, "tp2", tmp_path
+    )  # the same step once more, where it already is
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "step-00000003",
         "step-00000004",
@@ -186,19 +213,26 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_touched(
         with pytest.raises(CheckpointError) as refused:
             each.resume(saved)
         assert all(
-            bool((weights[n] == u.home).all()) for n, u in each.local.units.items()
+            bool((weights[n] == u.home).all())
+            for n, u in each.local.units.items()
         )
         assert before
         return str(refused.value)
 
     for options, words in (
-        ({"shape": replace(SHAPE, hidden=24)}, "embed.tokens.weight is [37, 16]"),
+        (
+            {"shape": replace(SHAPE, hidden=24)},
+            "embed.tokens.weight is [37, 16]",
+        ),
         ({"shape": replace(SHAPE, layers=3)}, "has no weight layers.2"),
         (
             {"optimizer": Sgd(momentum=0.9)},
             "state of AdamW, but the run's optimizer is SGD",
         ),
-        ({"optimizer": Muon()}, "state of AdamW, but the run's optimizer is Muon"),
+        (
+            {"optimizer": Muon()},
+            "state of AdamW, but the run's optimizer is Muon",
+        ),
     ):
         said = run("dp2 zero3", work, **options)
         assert said[0] == said[1]
@@ -206,7 +240,10 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_touched(
 
 
 def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
-    assert run("dp2", lambda each: each.resume(tmp_path / "nowhere")) == [None, None]
+    assert run("dp2", lambda each: each.resume(tmp_path / "nowhere")) == [
+        None,
+        None,
+    ]
 
 
 def test_the_safetensors_library_reads_our_files(saved: Path) -> None:
@@ -216,10 +253,15 @@ def test_the_safetensors_library_reads_our_files(saved: Path) -> None:
     with safetensors.safe_open(path / "rank-00000.safetensors", "pt") as file:
         assert sorted(file.keys()) == sorted(t.title for t in told.tensors)
         assert file.get_tensor("weight/head.norm.weight").dtype == WIDE
-    assert json.loads((path / "manifest.json").read_text())["body"]["updates"] == 2
+    assert (
+        json.loads((path / "manifest.json").read_text())["body"]["updates"]
+        == 2
+    )
 
 
-def test_a_rank_whose_part_is_past_the_end_holds_nothing_of_it(tmp_path: Path) -> None:
+def test_a_rank_whose_part_is_past_the_end_holds_nothing_of_it(
+    tmp_path: Path,
+) -> None:
     """Nine rows over four ranks are 3, 3, 3 and 0; the start of every weight is drawn whole."""
     shape = replace(SHAPE, vocab=9, tied=False)
     trained(tmp_path / "cut", "tp4", steps=0, shape=shape)
@@ -229,15 +271,25 @@ def test_a_rank_whose_part_is_past_the_end_holds_nothing_of_it(tmp_path: Path) -
     model = build_model(shape)
     with TensorReader(path, manifest) as reader:
         weights = {
-            t.name: reader.whole(t) for t in manifest.tensors if t.kind == "weight"
+            t.name: reader.whole(t)
+            for t in manifest.tensors
+            if t.kind == "weight"
         }
     assert weights.keys() == model.weights.keys()
     for name, weight in weights.items():
         assert torch.equal(weight, start(model, name, 0, torch.float64)), name
-    (rows,) = (t for t in manifest.tensors if t.title == "weight/embed.tokens.weight")
-    assert sorted(part[0].box[0] for part in rows.parts()) == [(0, 3), (3, 6), (6, 9)]
+    (rows,) = (
+        t for t in manifest.tensors if t.title == "weight/embed.tokens.weight"
+    )
+    assert sorted(part[0].box[0] for part in rows.parts()) == [
+        (0, 3),
+        (3, 6),
+        (6, 9),
+    ]
     resaved(tmp_path / "cut", "dp2 zero3", tmp_path / "again", shape=shape)
-    assert hash_tensors(tmp_path / "again" / "step-00000000") == hash_tensors(path)
+    assert hash_tensors(tmp_path / "again" / "step-00000000") == hash_tensors(
+        path
+    )
 
 
 def test_a_part_of_rows_is_read_a_few_rows_at_a_time(
@@ -250,7 +302,11 @@ def test_a_part_of_rows_is_read_a_few_rows_at_a_time(
 
     class Counted(TensorReader):
         def _rows(
-            self, tensor: StoredTensor, part: list[StoredShard], first: int, last: int
+            self,
+            tensor: StoredTensor,
+            part: list[StoredShard],
+            first: int,
+            last: int,
         ) -> torch.Tensor:
             seen.append(last - first)
             return super()._rows(tensor, part, first, last)

@@ -44,7 +44,9 @@ def hosts_of(world: Any, folder: Path, count: int) -> tuple[Path, str]:
 def saves(world: Any, layout: str, folder: Path, count: int) -> list[str]:
     """Three steps, saved after the second and the third, and three more."""
     run = Run(world, layout)
-    memory = MemoryCheckpoints(*hosts_of(world, folder, count), run.local, run.updates)
+    memory = MemoryCheckpoints(
+        *hosts_of(world, folder, count), run.local, run.updates
+    )
     run.steps(2)
     assert memory.save(run.progress) == []
     run.steps(1)
@@ -52,9 +54,13 @@ def saves(world: Any, layout: str, folder: Path, count: int) -> list[str]:
     return run.steps(3)
 
 
-def goes_on(world: Any, layout: str, folder: Path, count: int) -> list[str] | None:
+def goes_on(
+    world: Any, layout: str, folder: Path, count: int
+) -> list[str] | None:
     run = Run(world, layout, seed=1)
-    memory = MemoryCheckpoints(*hosts_of(world, folder, count), run.local, run.updates)
+    memory = MemoryCheckpoints(
+        *hosts_of(world, folder, count), run.local, run.updates
+    )
     loaded = load(folder / "disk", run.local, run.updates, memory=memory)
     if loaded is None:
         return None
@@ -65,7 +71,8 @@ def goes_on(world: Any, layout: str, folder: Path, count: int) -> list[str] | No
 
 
 @pytest.mark.parametrize(
-    ("layout", "lost"), [("dp4 zero3", 0), ("dp2 tp2 zero1", 1), ("pp2 dp2 1f1b:3", 0)]
+    ("layout", "lost"),
+    [("dp4 zero3", 0), ("dp2 tp2 zero1", 1), ("pp2 dp2 1f1b:3", 0)],
 )
 def test_a_lost_host_is_made_good_by_the_copies_on_the_next(
     layout: str, lost: int, tmp_path: Path
@@ -74,7 +81,12 @@ def test_a_lost_host_is_made_good_by_the_copies_on_the_next(
     for host in ("host0", "host1"):
         # older ones are gone
         assert [p.name for p in steps(tmp_path / host)] == ["step-00000003"]
-        assert len(list((tmp_path / host / "step-00000003").glob("*.safetensors"))) >= 2
+        assert (
+            len(
+                list((tmp_path / host / "step-00000003").glob("*.safetensors"))
+            )
+            >= 2
+        )
     shutil.rmtree(tmp_path / f"host{lost}")
     for each in launch(goes_on, 4, layout, tmp_path, 2, backend="threads"):
         assert each == truth
@@ -83,12 +95,18 @@ def test_a_lost_host_is_made_good_by_the_copies_on_the_next(
 def test_what_one_host_has_is_enough_for_another_layout_on_it_alone(
     tmp_path: Path,
 ) -> None:
-    (truth, *_) = launch(saves, 4, "dp2 tp2 zero1", tmp_path, 2, backend="threads")
+    (truth, *_) = launch(
+        saves, 4, "dp2 tp2 zero1", tmp_path, 2, backend="threads"
+    )
     shutil.rmtree(tmp_path / "host1")
-    (left, right) = launch(goes_on, 2, "pp2 1f1b:3", tmp_path, 1, backend="threads")
+    (left, right) = launch(
+        goes_on, 2, "pp2 1f1b:3", tmp_path, 1, backend="threads"
+    )
     assert left == right
     expected = [float.fromhex(loss) for loss in truth]
-    assert [float.fromhex(loss) for loss in left] == pytest.approx(expected, rel=1e-12)
+    assert [float.fromhex(loss) for loss in left] == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_of_three_hosts_two_neighbours_may_not_be_lost(tmp_path: Path) -> None:
@@ -97,13 +115,17 @@ def test_of_three_hosts_two_neighbours_may_not_be_lost(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "host0", kept)
     shutil.rmtree(tmp_path / "host0")
     assert (
-        launch(goes_on, 3, "dp3 zero2", tmp_path, 3, backend="threads") == [truth] * 3
+        launch(goes_on, 3, "dp3 zero2", tmp_path, 3, backend="threads")
+        == [truth] * 3
     )
     for host in ("host0", "host1", "host2"):
         shutil.rmtree(tmp_path / host)
     shutil.copytree(kept, tmp_path / "host0")
     # Of rank 1 nothing is left: host0 has the parts of ranks 0 and 2. There is no disk either.
-    assert launch(goes_on, 3, "dp3 zero2", tmp_path, 3, backend="threads") == [None] * 3
+    assert (
+        launch(goes_on, 3, "dp3 zero2", tmp_path, 3, backend="threads")
+        == [None] * 3
+    )
 
 
 def resumes(
@@ -111,7 +133,9 @@ def resumes(
 ) -> tuple[int, str] | None:
     """The step that a run resumes at, and the folder that it was in."""
     run = Run(world, layout, seed=1)
-    memory = MemoryCheckpoints(*hosts_of(world, folder, count), run.local, run.updates)
+    memory = MemoryCheckpoints(
+        *hosts_of(world, folder, count), run.local, run.updates
+    )
     loaded = load(folder / "disk", run.local, run.updates, memory=memory)
     return loaded and (loaded.progress.step, loaded.path.parent.name)
 
@@ -129,7 +153,9 @@ def both_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_of_several_steps_in_memory_the_newest_is_resumed(both_steps: Path) -> None:
+def test_of_several_steps_in_memory_the_newest_is_resumed(
+    both_steps: Path,
+) -> None:
     found = launch(resumes, 2, "dp2 zero1", both_steps, 2, backend="threads")
     assert found == [(3, "host0"), (3, "host1")]
 
@@ -161,7 +187,9 @@ def test_a_newest_step_that_only_one_host_knows_is_brought_to_the_other(
     assert found == [(3, "host0"), (3, "host1")]
 
 
-@pytest.mark.parametrize("on_disk, expected", [(2, "host0"), (3, "host0"), (4, "disk")])
+@pytest.mark.parametrize(
+    "on_disk, expected", [(2, "host0"), (3, "host0"), (4, "disk")]
+)
 def test_memory_is_resumed_unless_the_disk_is_newer(
     on_disk: int, expected: str, tmp_path: Path
 ) -> None:
@@ -190,7 +218,10 @@ def test_what_is_damaged_in_memory_is_taken_from_the_copy_or_not_at_all(
         file.write_bytes(raw)
         if file is other:
             shutil.copy(other, one)  # it had been made good
-        assert launch(goes_on, 2, "dp2 zero1", tmp_path, 2, backend="threads") == there
+        assert (
+            launch(goes_on, 2, "dp2 zero1", tmp_path, 2, backend="threads")
+            == there
+        )
 
 
 def test_a_file_that_cannot_be_read_keeps_no_other_rank_waiting(
@@ -203,7 +234,10 @@ def test_a_file_that_cannot_be_read_keeps_no_other_rank_waiting(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(checkpoint_memory.stored, "read_into", unreadable)
-    assert launch(goes_on, 2, "dp2 zero1", tmp_path, 2, backend="threads") == [None] * 2
+    assert (
+        launch(goes_on, 2, "dp2 zero1", tmp_path, 2, backend="threads")
+        == [None] * 2
+    )
 
 
 def test_where_there_is_no_room_nothing_is_written(
@@ -221,7 +255,8 @@ def test_where_there_is_no_room_nothing_is_written(
     for errors in launch(refused, 2, backend="threads"):
         (error,) = errors
         assert re.search(
-            r"rank 0: .* are needed in .*host0, but only 1000 B are free", error
+            r"rank 0: .* are needed in .*host0, but only 1000 B are free",
+            error,
         )
     assert not list((tmp_path / "host0").iterdir())
 
@@ -230,7 +265,8 @@ def test_memory_of_a_run_that_is_gone_is_given_back(tmp_path: Path) -> None:
     # this process was not started at that tick
     (tmp_path / f"{NAME}-{os.getpid()}-1-a").mkdir()
     mine = (
-        tmp_path / f"{NAME}-{os.getpid()}-{checkpoint_memory.started_at(os.getpid())}-a"
+        tmp_path
+        / f"{NAME}-{os.getpid()}-{checkpoint_memory.started_at(os.getpid())}-a"
     )
     mine.mkdir()
     remove_left(tmp_path)
@@ -243,7 +279,9 @@ def ranks_of(pid: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-            watcher = b"rank_watch.watcher" in (stat.parent / "cmdline").read_bytes()
+            watcher = (
+                b"rank_watch.watcher" in (stat.parent / "cmdline").read_bytes()
+            )
         except OSError:
             continue
         if int(fields[1]) == pid and not watcher:
@@ -258,24 +296,35 @@ def test_after_a_rank_was_killed_the_run_goes_on_from_memory_bit_for_bit(
     truth, out = tmp_path / "truth", tmp_path / "run"
     command = [sys.executable, "-c", CODE, *WORDS]
     subprocess.run(
-        [*command, f"out={truth}"], check=True, timeout=200, capture_output=True
+        [*command, f"out={truth}"],
+        check=True,
+        timeout=200,
+        capture_output=True,
     )
     words = (f"out={out}", "train.restarts=1", "train.in_memory=1")
     run = RunFile.parse("", "run", words)
-    process = subprocess.Popen([*command, *words], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *words], stderr=subprocess.PIPE, text=True
+    )
     end = time.monotonic() + 120
-    while not newest_in_memory(run) >= "step-00000003" and time.monotonic() < end:
+    while (
+        not newest_in_memory(run) >= "step-00000003" and time.monotonic() < end
+    ):
         time.sleep(0.005)
     os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
     said = process.communicate(timeout=200)[1]
     assert process.returncode == 0, said
     assert "was killed by signal 9" in said
     (again,) = records(out, "resume")
-    assert re.search(rf"resuming at step \d+ from {ROOT}/{NAME}-", again["text"])
+    assert re.search(
+        rf"resuming at step \d+ from {ROOT}/{NAME}-", again["text"]
+    )
     assert records(out, "start")[1]["step"] >= 3
     assert losses(out) == losses(truth)
     assert weights(out, 12) == weights(truth, 12)
     end = time.monotonic() + 20
-    while list(ROOT.glob(f"{NAME}-{process.pid}-*")) and time.monotonic() < end:
+    while (
+        list(ROOT.glob(f"{NAME}-{process.pid}-*")) and time.monotonic() < end
+    ):
         time.sleep(0.05)
     assert not list(ROOT.glob(f"{NAME}-{process.pid}-*"))

@@ -19,10 +19,25 @@ from phalanx.layout import Shape
 from phalanx.layout.codec import toml_value
 from phalanx.parallel import build_model
 from phalanx.train.checkpoint import steps
-from phalanx.train.checkpoint_format import CheckpointError, Manifest, read_manifest
-from phalanx.train.checkpoint_load import ModelIdentity, differing_sizes, table_of
+from phalanx.train.checkpoint_format import (
+    CheckpointError,
+    Manifest,
+    read_manifest,
+)
+from phalanx.train.checkpoint_load import (
+    ModelIdentity,
+    differing_sizes,
+    table_of,
+)
 
-PLAIN = {"layers": 3, "hidden": 16, "heads": 2, "ffn": 24, "vocab": 256, "sequence": 32}
+PLAIN = {
+    "layers": 3,
+    "hidden": 16,
+    "heads": 2,
+    "ffn": 24,
+    "vocab": 256,
+    "sequence": 32,
+}
 # Each changes what the model computes. Most leave every weight's name and shape as they were.
 CHANGED: dict[str, tuple[object, object]] = {
     "layers": (3, 2),
@@ -65,8 +80,13 @@ def test_another_model_is_refused_by_every_rank_with_both_values(
     was, now = CHANGED[key]
     sizes = toml_value({**PLAIN, key: now})
     with pytest.raises((CheckpointError, RankFailed)) as refused:
-        trained(small(saved, f"model={sizes}", "steps=9", "checkpoint.every=1"), layout)
-    assert f"{key}: {was} in the checkpoint, {now} in the run" in str(refused.value)
+        trained(
+            small(saved, f"model={sizes}", "steps=9", "checkpoint.every=1"),
+            layout,
+        )
+    assert f"{key}: {was} in the checkpoint, {now} in the run" in str(
+        refused.value
+    )
     if isinstance(refused.value, RankFailed):
         assert len(refused.value.reports) == 2
     assert (_there(saved), records(saved, "step")) == (before, told)
@@ -114,7 +134,9 @@ def test_other_sizes_are_adopted_if_asked_for_and_changed_settings_are_told(
     assert "cannot be loaded" in capsys.readouterr().err
 
 
-def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> None:
+def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> (
+    None
+):
     """A key that is added to Shape and not changed here fails this test: see to it."""
     plain = Shape("a", 2, 16, heads=4, vocab=64)
     other = Shape(
@@ -133,7 +155,13 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> None
     )  # fmt: skip
     adapted = replace(plain, lora_r=2, lora_alpha=1.0, lora_targets=("wq",))
     latent = replace(plain, kv_latent=8, q_latent=8, rope_dim=2, value_dim=3)
-    others = (other, experts, adapted, latent, replace(plain, freeze=("embed",)))
+    others = (
+        other,
+        experts,
+        adapted,
+        latent,
+        replace(plain, freeze=("embed",)),
+    )
     wrong = [each for one in others for each in differing_sizes(plain, one)]
     keys = {each.partition(":")[0] for each in wrong}
     assert keys == {f.name for f in dataclasses.fields(Shape)} - {
@@ -151,7 +179,9 @@ def test_a_shape_as_a_table_reads_back() -> None:
         Shape.load("124m"),
         Shape("x", 2, 16, heads=4, kv_heads=2, vocab=9),
     ):
-        text = "".join(f"{k} = {toml_value(v)}\n" for k, v in table_of(shape).items())
+        text = "".join(
+            f"{k} = {toml_value(v)}\n" for k, v in table_of(shape).items()
+        )
         assert Shape.parse(text, "other") == shape
 
 
@@ -159,7 +189,9 @@ def test_a_manifest_without_a_shape_is_compared_by_all_of_its_weights(
     saved: Path,
 ) -> None:
     manifest = read_manifest(steps(saved / "checkpoints")[0])
-    old = Manifest.parse(str(replace(manifest, shape=None, config={})), Path("old"))
+    old = Manifest.parse(
+        str(replace(manifest, shape=None, config={})), Path("old")
+    )
     shape = manifest.shape
     assert shape is not None
     same = ModelIdentity.of(build_model(shape), shape)
@@ -172,8 +204,9 @@ def test_a_manifest_without_a_shape_is_compared_by_all_of_its_weights(
     assert all(w.startswith("has a weight 'layers.2.") for w in wrong[:5])
     assert wrong[-1] == "and 4 more weights"
     wider = replace(shape, ffn=25)
-    assert "layers.0.mlp.gate.weight is [24, 16], but [25, 16] in the model" in (
-        ModelIdentity.of(build_model(wider), wider).differences(old)
+    assert (
+        "layers.0.mlp.gate.weight is [24, 16], but [25, 16] in the model"
+        in (ModelIdentity.of(build_model(wider), wider).differences(old))
     )
 
 
@@ -187,12 +220,16 @@ def test_a_run_that_names_no_model_goes_on_with_that_of_its_checkpoint(
     sizes = toml_value({**PLAIN, "heads": 4, "rope_theta": 500.0})
     words = [f"out={out}", "layout=fp32", "validation.batches=0"]
     assert (
-        train_verb.run([*words, f"model={sizes}", "batch=6", "sequence=18", "steps=1"])
+        train_verb.run(
+            [*words, f"model={sizes}", "batch=6", "sequence=18", "steps=1"]
+        )
         == 0
     )
     assert train_verb.run([*words, "steps=2"]) == 0
     assert "model: 'model' with 3 layers" in capsys.readouterr().out
-    first, second = (read_manifest(path).shape for path in steps(out / "checkpoints"))
+    first, second = (
+        read_manifest(path).shape for path in steps(out / "checkpoints")
+    )
     assert first == second
 
 
@@ -216,7 +253,10 @@ def test_a_changed_source_is_a_notice_and_another_structure_a_refusal(
     file.write_text(file.read_text() + "\n# changed\n")
     trained(own(out, "steps=3", model=model), "")
     (notice,) = records(out, "model")
-    assert f"{file} has changed since the checkpoint was made (sha256" in notice["text"]
+    assert (
+        f"{file} has changed since the checkpoint was made (sha256"
+        in notice["text"]
+    )
     # describe() counts other heads: the weights are alike, the model is not.
     text = file.read_text()
     assert '"heads": HEADS' in text
@@ -230,7 +270,9 @@ def test_a_changed_source_is_a_notice_and_another_structure_a_refusal(
 
 def test_another_class_of_the_same_sizes_is_a_notice(tmp_path: Path) -> None:
     file, model = _file(tmp_path)
-    file.write_text(file.read_text() + "\n\nclass Other(Stranger):\n    pass\n")
+    file.write_text(
+        file.read_text() + "\n\nclass Other(Stranger):\n    pass\n"
+    )
     out = tmp_path / "run"
     trained(own(out, "steps=1", model=model), "")
     trained(own(out, "steps=2", model=f"{file}:Other"), "")

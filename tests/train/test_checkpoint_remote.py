@@ -48,7 +48,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint at each of five steps."""
     out = tmp_path_factory.mktemp("saved") / "run"
     trained(
-        small(out, "checkpoint.every=1", "checkpoint.keep=5", "validation.batches=0"),
+        small(
+            out,
+            "checkpoint.every=1",
+            "checkpoint.keep=5",
+            "validation.batches=0",
+        ),
         "dp2 zero1",
     )
     return out
@@ -108,10 +113,14 @@ def test_what_is_damaged_here_is_fetched_and_what_is_damaged_there_passed_over(
         raw[-1] ^= 1
         file.write_bytes(raw)
     run = small(
-        tmp_path / "run", f"checkpoint.remote=file://{there}", "validation.batches=0"
+        tmp_path / "run",
+        f"checkpoint.remote=file://{there}",
+        "validation.batches=0",
     )
     trained(run, "dp2 zero1")
-    assert "resuming at step 4" in records(tmp_path / "run", "resume")[0]["text"]
+    assert (
+        "resuming at step 4" in records(tmp_path / "run", "resume")[0]["text"]
+    )
     said = " ".join(r["text"] for r in records(tmp_path / "run", "damaged"))
     assert "are not what was written" in said
     assert (folder / "set-aside-step-00000004").is_dir()
@@ -126,7 +135,9 @@ def test_every_call_of_an_upload_fails_once_and_the_upload_is_made_again(
     for n in range(1, count + 1):
         there = tmp_path / str(n)
         Faulty.calls, Faulty.fails = 0, n
-        Faulty.before = staticmethod(lambda name, path, there=there: no_part(there))
+        Faulty.before = staticmethod(
+            lambda name, path, there=there: no_part(there)
+        )
         assert uploaded(saved, [1, 2], f"faulty://{there}") == ["", ""], n
         assert sound_there(there) == ["step-00000002"], n
 
@@ -173,10 +184,14 @@ def test_an_upload_that_is_killed_anywhere_leaves_no_part_and_holds_up_no_start(
     }
 
 
-def test_an_upload_that_fails_for_good_is_told_at_the_end(tmp_path: Path) -> None:
+def test_an_upload_that_fails_for_good_is_told_at_the_end(
+    tmp_path: Path,
+) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("no folder")
-    run = small(tmp_path / "run", f"checkpoint.remote=file://{blocked}/x", "steps=1")
+    run = small(
+        tmp_path / "run", f"checkpoint.remote=file://{blocked}/x", "steps=1"
+    )
     outcomes = trained(run, "dp2")
     assert len(set(outcomes)) == 1
     assert outcomes[0].unsaved == ""
@@ -217,7 +232,10 @@ def test_a_new_run_begins_above_the_folder_of_another(
     )
     put(f"{top}/run1", saved / "checkpoints" / "step-00000005")
     run = small(
-        tmp_path / "run", f"checkpoint.remote={top}", "steps=1", "validation.batches=0"
+        tmp_path / "run",
+        f"checkpoint.remote={top}",
+        "steps=1",
+        "validation.batches=0",
     )
     (outcome,) = trained(run, "")
     assert (outcome.step, outcome.unsaved, outcome.not_uploaded) == (1, "", "")
@@ -230,7 +248,9 @@ def test_a_listing_that_cannot_be_understood_is_no_empty_folder(
 ) -> None:
     """Else a run would begin anew beside its checkpoints."""
     monkeypatch.setattr(
-        Flat, "ls", lambda *args, **words: [{"name": "/elsewhere/step-00000001"}]
+        Flat,
+        "ls",
+        lambda *args, **words: [{"name": "/elsewhere/step-00000001"}],
     )
     with pytest.raises(
         CheckpointError, match="'/elsewhere/step-00000001', which is not in it"
@@ -256,13 +276,23 @@ def test_a_password_is_in_no_file_and_in_no_line(
     shutil.rmtree(out / "checkpoints")
     assert main(["train", *words, "steps=4"]) != 0
     assert (
-        main(["train", *[w.replace(PASSWORD, "guess1ed") for w in words], "steps=4"])
+        main(
+            [
+                "train",
+                *[w.replace(PASSWORD, "guess1ed") for w in words],
+                "steps=4",
+            ]
+        )
         != 0
     )
     assert main(["report", str(out)]) == 0
     said = "".join(capfd.readouterr())
     assert "no answer of vault://runner:***@host/x?token=*** ***" in said
-    texts = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    texts = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file()
+    }
     for name in (
         "run.toml",
         "metrics.jsonl",
@@ -273,7 +303,9 @@ def test_a_password_is_in_no_file_and_in_no_line(
         assert [path for path in texts if path.name == name], name
     for secret in (PASSWORD, "guess1ed"):
         assert secret not in said
-        assert not [path for path, raw in texts.items() if secret.encode() in raw]
+        assert not [
+            path for path, raw in texts.items() if secret.encode() in raw
+        ]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +316,9 @@ def test_a_password_is_in_no_file_and_in_no_line(
         ("out=s3://bucket/run", "Write checkpoint.remote"),
     ],
 )
-def test_what_cannot_be_uploaded_to_is_refused_at_once(words: str, said: str) -> None:
+def test_what_cannot_be_uploaded_to_is_refused_at_once(
+    words: str, said: str
+) -> None:
     with pytest.raises(RunError, match=said):
         Run.parse("", "run", (words,))
 
@@ -296,7 +330,9 @@ def test_without_fsspec_it_is_said_how_to_get_it(
 
     find = util.find_spec
     monkeypatch.setattr(
-        util, "find_spec", lambda name: None if name == "fsspec" else find(name)
+        util,
+        "find_spec",
+        lambda name: None if name == "fsspec" else find(name),
     )
     with pytest.raises(RunError, match=r"pip install 'phalanx\[remote\]'"):
         Run.parse("", "run", ("checkpoint.remote=s3://bucket/run",))
@@ -328,7 +364,9 @@ def blocked_at(*marks: str) -> tuple[threading.Event, threading.Event]:
     stands, goes_on = threading.Event(), threading.Event()
 
     def block(name: str, path: str) -> None:
-        if name in ("open", "pipe_file") and any(mark in path for mark in marks):
+        if name in ("open", "pipe_file") and any(
+            mark in path for mark in marks
+        ):
             stands.set()
             assert goes_on.wait(120.0)
 
@@ -358,7 +396,9 @@ def test_tries_that_get_no_further_are_no_progress_and_one_that_moved_much_is(
     clock: type[Clock],
 ) -> None:
     task = Task(lambda task: "")
-    for _ in range(6):  # each accepts ten calls, and hangs for a while at the eleventh
+    for _ in range(
+        6
+    ):  # each accepts ten calls, and hangs for a while at the eleventh
         task.begin_try()
         for _ in range(10):
             task.moved()
@@ -417,7 +457,9 @@ def test_only_so_many_uploads_hang_at_a_time(
         stands.clear()
         clock.now += 301
         errors += [each.error for each in uploader.taken()]
-    assert [error.split(" for")[0] for error in errors[:4]] == ["no progress"] * 4
+    assert [error.split(" for")[0] for error in errors[:4]] == [
+        "no progress"
+    ] * 4
     assert errors[4] == "4 earlier uploads are still hanging"
     goes_on.set()
     uploader.close()
@@ -516,7 +558,11 @@ def test_a_checkpoint_that_is_being_uploaded_is_not_removed_from_the_disk(
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    words = (f"checkpoint.remote=faulty://{there}", "checkpoint.every=1", "steps=6")
+    words = (
+        f"checkpoint.remote=faulty://{there}",
+        "checkpoint.every=1",
+        "steps=6",
+    )
     (outcome,) = trained(small(out, *words, "validation.batches=0"), "")
     watcher.join()
     assert seen == [True]
@@ -560,7 +606,9 @@ Uploads.finish = early
 """
 
 
-@pytest.mark.parametrize(("layout", "early"), [("", ""), ("dp2", ""), ("", EARLY)])
+@pytest.mark.parametrize(
+    ("layout", "early"), [("", ""), ("dp2", ""), ("", EARLY)]
+)
 def test_a_process_ends_though_an_upload_hangs_and_ctrl_c_ends_the_wait(
     layout: str, early: str, tmp_path: Path
 ) -> None:
@@ -578,7 +626,9 @@ def test_a_process_ends_though_an_upload_hangs_and_ctrl_c_ends_the_wait(
     )  # fmt: skip
     assert process.stderr is not None
     try:
-        assert any("it stands" in line for line in iter(process.stderr.readline, ""))
+        assert any(
+            "it stands" in line for line in iter(process.stderr.readline, "")
+        )
         if not early:
             process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60)[1]

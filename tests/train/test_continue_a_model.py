@@ -35,8 +35,12 @@ def test_every_command_of_the_page_runs(
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(tmp_path / "Llama-3.1-8B")
-    texts = [" ".join(f"w{(7 * n + i) % 59}" for i in range(40)) for n in range(60)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), "books.parquet")
+    texts = [
+        " ".join(f"w{(7 * n + i) % 59}" for i in range(40)) for n in range(60)
+    ]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), "books.parquet"
+    )
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     commands = [line for block in blocks for line in block.splitlines()]
     assert len(commands) == 10
@@ -45,7 +49,11 @@ def test_every_command_of_the_page_runs(
             line = line.replace(theirs_, ours)
         _, *argv = shlex.split(line)
         if argv[0] == "train":
-            argv += ["layout=accum:2", "precision=fp32", "validation.batches=0"]
+            argv += [
+                "layout=accum:2",
+                "precision=fp32",
+                "validation.batches=0",
+            ]
         assert main(argv) == 0, line
     for folder in ("books-8b", "books-lora-8b"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)

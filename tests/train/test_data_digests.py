@@ -36,9 +36,13 @@ from phalanx.train.data.vocabulary import Bytes
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def tokens(path: Path, dtype: str = "<u2", seed: int = 0, count: int = 5000) -> Path:
+def tokens(
+    path: Path, dtype: str = "<u2", seed: int = 0, count: int = 5000
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.random.default_rng(seed).integers(0, 250, count).astype(dtype).tofile(path)
+    np.random.default_rng(seed).integers(0, 250, count).astype(dtype).tofile(
+        path
+    )
     return path
 
 
@@ -132,7 +136,9 @@ def test_a_change_of_any_file_of_any_kind_of_source_is_noticed(
     folder = source if source.is_dir() else source.parent
     read = {path for _, path in corpus.files}
     unread = {"index.json", "progress.json", "skipped.txt"}
-    assert {path for path in folder.iterdir() if path.name not in unread} == read
+    assert {
+        path for path in folder.iterdir() if path.name not in unread
+    } == read
     for path in read:
         whole = path.read_bytes()
         for name, change in CHANGES.items():
@@ -170,7 +176,9 @@ def test_bytes_that_are_read_as_another_type_or_held_out_otherwise_are_told(
     path = tokens(tmp_path / "a.bin", count=1 << 19)
     before = describe([open_corpus(path, share=0.2)])
     (told,) = differences(before, describe([open_corpus(path, share=0.5)]))
-    assert re.search(r"[\d,]+ tokens of .*a.bin are held out, and [\d,]+ were", told)
+    assert re.search(
+        r"[\d,]+ tokens of .*a.bin are held out, and [\d,]+ were", told
+    )
     path.rename(tmp_path / "a.uint32")
     (told,) = differences(
         before, describe([open_corpus(tmp_path / "a.uint32", share=0.2)])
@@ -196,7 +204,9 @@ def test_another_vocabulary_type_or_share_of_the_same_bytes_is_noticed(
     # written otherwise
     (folder / "index.json").write_text(json.dumps(json.loads(index)))
     assert open_corpus(folder).fingerprint == before
-    (folder / "index.json").write_text(index.replace('"vocab": 256', '"vocab": 255'))
+    (folder / "index.json").write_text(
+        index.replace('"vocab": 256', '"vocab": 255')
+    )
     assert open_corpus(folder).fingerprint != before
     raw = tokens(tmp_path / "raw.bin", count=1 << 19)
     assert (
@@ -211,7 +221,9 @@ def test_another_vocabulary_type_or_share_of_the_same_bytes_is_noticed(
 def _data_of(out: Path) -> list[str]:
     texts = [each["text"] for each in records(out, "data")]
     # Files of one document hold none out, which is said as well.
-    return [text for text in texts if not text.startswith("no validation loss")]
+    return [
+        text for text in texts if not text.startswith("no validation loss")
+    ]
 
 
 def _begun(tmp_path: Path, data: str) -> Path:
@@ -281,7 +293,9 @@ def test_a_resumed_run_says_which_data_changed_and_how(
     # Once: the checkpoint after it is of the new data.
     trained(small(out, "steps=3", f"data={after}"), "")
     assert _data_of(out) == told
-    assert not [each for each in records(out, "settings") if "data" in each["text"]]
+    assert not [
+        each for each in records(out, "settings") if "data" in each["text"]
+    ]
 
 
 def _rewritten(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -301,7 +315,9 @@ def _of_an_earlier_version(out: Path, data: str) -> None:
     _rewritten(out, change)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_no_false_alarm(here: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_no_false_alarm(
+    here: Path,
+) -> None:
     # What they had: of a raw file SHA-256 of its first 1,024 bytes and its size.
     head = Path(ONE).read_bytes()[:1024]
     mark = hashlib.sha256(head + b"10000").hexdigest()
@@ -309,7 +325,9 @@ def test_a_checkpoint_of_an_earlier_version_is_no_false_alarm(here: Path) -> Non
     _of_an_earlier_version(out, mark)
     trained(small(out, "steps=2", f"data={ONE}"), "")
     (told,) = _data_of(out)
-    assert "the beginning and the size of its data: these are unchanged" in told
+    assert (
+        "the beginning and the size of its data: these are unchanged" in told
+    )
     trained(small(out, "steps=3", f"data={ONE}"), "")
     assert _data_of(out) == [told]
     _of_an_earlier_version(out, mark)
@@ -335,7 +353,8 @@ def test_of_the_built_in_text_an_earlier_version_recorded_everything(
 
 
 @pytest.mark.parametrize(
-    "wrong", [7, [], {"sources": 1}, {"sources": [{"name": []}]}, {"x": "\x1b"}]
+    "wrong",
+    [7, [], {"sources": 1}, {"sources": [{"name": []}]}, {"x": "\x1b"}],
 )
 def test_a_record_that_is_none_is_a_notice_and_not_the_end(
     wrong: object, here: Path
@@ -377,7 +396,9 @@ def test_a_digest_that_was_made_in_another_way_is_made_once_more_in_that_way(
     assert differences([now], [now], again) == []
     assert not asked
     unknown = digests.replace(now.files[0], digest="blake9:" + "0" * 32)
-    (said,) = differences([digests.replace(now, files=(unknown,))], [now], again)
+    (said,) = differences(
+        [digests.replace(now, files=(unknown,))], [now], again
+    )
     assert "cannot be compared: 'blake9' is not installed" in said
 
 
@@ -406,12 +427,24 @@ def test_one_rank_of_a_host_reads_the_data_and_hosts_are_compared(
     assert [path.name for path in read] == [ONE, TWO]
     shutil.copy(ONE, "copy.bin")
     # Over processes: ranks have no memory in common, and each has its own copy or host.
-    for paths, boots in (([ONE, "copy.bin"], ["a", "a"]), ([ONE, ONE], ["a", "b"])):
-        one, other = launch(_agreed, 2, paths, boots, backend="shm", timeout=30.0)
+    for paths, boots in (
+        ([ONE, "copy.bin"], ["a", "a"]),
+        ([ONE, ONE], ["a", "b"]),
+    ):
+        one, other = launch(
+            _agreed, 2, paths, boots, backend="shm", timeout=30.0
+        )
         assert one == other == [digest_of(Path(ONE), 0)]
     _flipped(0.5)(Path("copy.bin"))
     with pytest.raises(RankFailed) as differ:
-        launch(_agreed, 2, [ONE, "copy.bin"], ["a", "b"], backend="shm", timeout=30.0)
+        launch(
+            _agreed,
+            2,
+            [ONE, "copy.bin"],
+            ["a", "b"],
+            backend="shm",
+            timeout=30.0,
+        )
     assert {each.error.split(":")[0] for each in differ.value.reports} == {
         RanksDiffer.__name__
     }
@@ -433,7 +466,9 @@ def test_a_host_that_cannot_read_the_data_ends_all_ranks_with_its_words(
     with pytest.raises(RankFailed) as failed:
         launch(_unread, 2, [ONE, TWO], backend="threads", timeout=30.0)
     errors = {report.rank: report.error for report in failed.value.reports}
-    assert errors[1].startswith("DataError: two.bin: cannot be read: No such file")
+    assert errors[1].startswith(
+        "DataError: two.bin: cannot be read: No such file"
+    )
     assert errors[0].startswith(
         f"{PeerFailed.__name__}: rank 1 could not begin: DataError: two.bin"
     )
@@ -471,9 +506,13 @@ def _read(size: int, blocks: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("size", [40_000, 65_536, 100_003])
-def test_of_a_large_file_every_long_run_of_bytes_is_read_somewhere(size: int) -> None:
+def test_of_a_large_file_every_long_run_of_bytes_is_read_somewhere(
+    size: int,
+) -> None:
     read = _read(size, 64)
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], ~read, [0])).astype(int)))
+    edges = np.flatnonzero(
+        np.diff(np.concatenate(([0], ~read, [0])).astype(int))
+    )
     longest = (edges[1::2] - edges[::2]).max()
     assert longest < 2 * size / 64
     assert read[:32].all()
@@ -487,7 +526,9 @@ def test_of_a_large_file_every_long_run_of_bytes_is_read_somewhere(size: int) ->
 
 
 @pytest.mark.usefixtures("scaled")
-def test_a_large_file_is_known_by_the_blocks_that_are_read(tmp_path: Path) -> None:
+def test_a_large_file_is_known_by_the_blocks_that_are_read(
+    tmp_path: Path,
+) -> None:
     path = tokens(tmp_path / "a.bin", count=20_000)
     read = _read(40_000, 64)
     before = digest_of(path, 64)
@@ -500,7 +541,10 @@ def test_a_large_file_is_known_by_the_blocks_that_are_read(tmp_path: Path) -> No
         path.write_bytes(content)
     os.truncate(path, 39_999)
     assert digest_of(path, 64) != before
-    assert open_corpus(tokens(tmp_path / "b.bin", count=20_000)).fingerprint != before
+    assert (
+        open_corpus(tokens(tmp_path / "b.bin", count=20_000)).fingerprint
+        != before
+    )
 
 
 @pytest.mark.usefixtures("scaled")
@@ -592,7 +636,10 @@ def test_what_is_kept_is_no_more_than_a_digest_and_is_made_anew_if_it_is_none(
 
 
 def test_a_start_goes_well_without_a_folder_for_digests(
-    here: Path, cache: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
+    here: Path,
+    cache: Path,
+    computed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (here / "cache").write_text("a file in its place")
     assert open_corpus(ONE).fingerprint == open_corpus(ONE).fingerprint
@@ -627,7 +674,10 @@ def test_the_digest_of_a_file_that_changes_while_it_is_read_is_not_kept(
 
 
 def test_old_digests_make_room(
-    here: Path, cache: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
+    here: Path,
+    cache: Path,
+    computed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(digests, "MOST", 3)
     paths = [tokens(here / f"{n}.bin", seed=n, count=100) for n in range(6)]
@@ -687,4 +737,7 @@ def test_a_text_that_cannot_be_read_is_left_out_and_does_not_end_a_preparation(
 
     monkeypatch.setattr("phalanx.train.data.prepare.kept_digest", fail)
     folder = prepared(tmp_path / "here" / "a")
-    assert prepare(folder.parent / "texts", folder, Bytes(), share=0.3).tokens[0] > 0
+    assert (
+        prepare(folder.parent / "texts", folder, Bytes(), share=0.3).tokens[0]
+        > 0
+    )

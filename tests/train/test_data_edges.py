@@ -48,22 +48,30 @@ def test_a_token_as_large_as_the_vocabulary_or_below_0_is_refused(
 def test_a_vocabulary_of_one_more_than_the_model_s_is_refused() -> None:
     corpora = (replace(corpus_of([9])[0], vocab=100),)
     Batches(corpora, 3, 1, vocab=100)
-    with pytest.raises(DataError, match="a vocabulary of 100, but the model's is 99"):
+    with pytest.raises(
+        DataError, match="a vocabulary of 100, but the model's is 99"
+    ):
         Batches(corpora, 3, 1, vocab=99)
 
 
 def test_bits_per_byte_are_those_of_the_held_out_parts() -> None:
     one, other = corpus_of([9], [4])[0], corpus_of([100], [12])[0]
-    corpora = (replace(one, bytes_per_token=2.0), replace(other, bytes_per_token=6.0))
+    corpora = (
+        replace(one, bytes_per_token=2.0),
+        replace(other, bytes_per_token=6.0),
+    )
     # 4 tokens of 2 bytes and 12 of 6: 80 bytes for 16 tokens.
     bits = Batches(corpora, 2, 1).bits_per_byte(math.log(2))
     assert bits == pytest.approx(16 / 80)
     assert (
-        Batches((replace(one, bytes_per_token=None),), 2, 1).bits_per_byte(1.0) is None
+        Batches((replace(one, bytes_per_token=None),), 2, 1).bits_per_byte(1.0)
+        is None
     )
 
 
-def test_the_bytes_of_a_token_are_those_of_the_held_out_part(tmp_path: Path) -> None:
+def test_the_bytes_of_a_token_are_those_of_the_held_out_part(
+    tmp_path: Path,
+) -> None:
     folder = prepared(tmp_path / "here" / "a")
     index = json.loads((folder / "index.json").read_text())
     index["splits"]["validation"]["text_bytes"] = (
@@ -83,9 +91,13 @@ def test_a_long_chat_is_kept_if_a_target_within_the_sequence_is_an_answer(
     answers[[answer, 14]] = 1
     train = Stream(plain.train.tokens, plain.train.starts, None, answers)
     for packing in ("bfd", "none"):
-        batches = Batches((replace(plain, train=train),), 6, 1, packing=packing)
+        batches = Batches(
+            (replace(plain, train=train),), 6, 1, packing=packing
+        )
         batch = [batches.batch(n)["targets"] for n in range(batches.sequences)]
-        targets = sorted(int(x) for row in batch for x in row.flatten() if x >= 0)
+        targets = sorted(
+            int(x) for row in batch for x in row.flatten() if x >= 0
+        )
         kept = 1 <= answer <= 6
         assert targets == ([answer, 14] if kept else [14])
         (notice,) = batches.notices
@@ -99,7 +111,8 @@ def test_rows_keep_their_numbers_where_some_before_them_are_empty(
     """The number is part of the name by which a document is held out."""
     pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
     texts = [
-        None if n % 3 == 1 else "" if n % 7 == 2 else f"row {n}" for n in range(60)
+        None if n % 3 == 1 else "" if n % 7 == 2 else f"row {n}"
+        for n in range(60)
     ]
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     prepare(tmp_path / "a.parquet", tmp_path / "out", Bytes(), share=0.3)
@@ -108,14 +121,21 @@ def test_rows_keep_their_numbers_where_some_before_them_are_empty(
     expected = [texts[n] for n, out in zip(there, held, strict=True) if out]
     stream = open_corpus(tmp_path / "out").validation
     edges = zip(stream.starts, stream.starts[1:], strict=False)
-    assert [bytes(stream.read(a, b)[0].tolist()).decode() for a, b in edges] == expected
+    assert [
+        bytes(stream.read(a, b)[0].tolist()).decode() for a, b in edges
+    ] == expected
 
 
 def test_files_are_read_by_name_folder_by_folder_and_hidden_ones_are_not(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "texts"
-    for name, size in (("a/z.txt", 3), ("a-b.txt", 1), ("b/a/x.txt", 2), ("c.txt", 0)):
+    for name, size in (
+        ("a/z.txt", 3),
+        ("a-b.txt", 1),
+        ("b/a/x.txt", 2),
+        ("c.txt", 0),
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"{name} " * (size + 1))
     (folder / ".hidden.txt").write_text("hidden")
@@ -171,15 +191,21 @@ def test_offsets_of_documents_that_are_cut_under_a_run_are_named(
     stream = open_corpus(folder).train
     stream.read(0, 5)
     os.truncate(folder / "train.documents", 8)
-    with pytest.raises(DataError, match=r"train\.documents: has 8 bytes, and had"):
+    with pytest.raises(
+        DataError, match=r"train\.documents: has 8 bytes, and had"
+    ):
         stream.read(0, 5)
 
 
 def test_every_file_of_a_prepared_folder_is_verified(tmp_path: Path) -> None:
     folder = prepared(tmp_path / "here" / "a", answers=True)
     roles = {role for role, _ in open_corpus(folder).files}
-    wrong = {each.partition(": its checksum")[0] for each in verify_prepared(folder)}
-    assert wrong == {str(folder / role) for role in roles if role.endswith(".answers")}
+    wrong = {
+        each.partition(": its checksum")[0] for each in verify_prepared(folder)
+    }
+    assert wrong == {
+        str(folder / role) for role in roles if role.endswith(".answers")
+    }
     for role in roles:
         whole = (folder / role).read_bytes()
         (folder / role).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -214,7 +240,9 @@ def test_the_vocabulary_reaches_to_the_highest_id_also_of_added_tokens(
     words.save(str(tmp_path / "words" / "tokenizer.json"))
     highest = max(words.get_vocab(with_added_tokens=True).values())
     assert highest == max(last, 5)
-    vocabulary = open_vocabulary(tmp_path / "words" / "tokenizer.json", "<turn>")
+    vocabulary = open_vocabulary(
+        tmp_path / "words" / "tokenizer.json", "<turn>"
+    )
     assert vocabulary.size == highest + 1
     assert vocabulary.end == words.token_to_id("<turn>")
 

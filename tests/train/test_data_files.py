@@ -27,7 +27,8 @@ from phalanx.train.data.token_files import (
 from phalanx.train.data.vocabulary import Bytes, open_vocabulary
 
 TEXTS = {
-    f"{n:02}.txt": f"This is document {n}. " * (n + 1) + "ünïcode\n" for n in range(60)
+    f"{n:02}.txt": f"This is document {n}. " * (n + 1) + "ünïcode\n"
+    for n in range(60)
 }
 
 
@@ -82,14 +83,28 @@ def test_json_lines_and_parquet_hold_a_document_each_line_and_row(
 ) -> None:
     said = list(TEXTS.values())
     lines = tmp_path / "a.jsonl"
-    lines.write_text("".join(json.dumps({"body": text}) + "\n\n" for text in said))
+    lines.write_text(
+        "".join(json.dumps({"body": text}) + "\n\n" for text in said)
+    )
     prepare(lines, tmp_path / "lines", Bytes(), share=0.2, field="body")
-    assert both(open_corpus(tmp_path / "lines")) == sorted(t.encode() for t in said)
+    assert both(open_corpus(tmp_path / "lines")) == sorted(
+        t.encode() for t in said
+    )
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"body": [*said, None]}), tmp_path / "a.parquet")
-    prepare(tmp_path / "a.parquet", tmp_path / "rows", Bytes(), share=0.2, field="body")
-    assert both(open_corpus(tmp_path / "rows")) == sorted(t.encode() for t in said)
+    parquet.write_table(
+        pyarrow.table({"body": [*said, None]}), tmp_path / "a.parquet"
+    )
+    prepare(
+        tmp_path / "a.parquet",
+        tmp_path / "rows",
+        Bytes(),
+        share=0.2,
+        field="body",
+    )
+    assert both(open_corpus(tmp_path / "rows")) == sorted(
+        t.encode() for t in said
+    )
 
 
 def test_one_long_text_is_cut_at_line_ends_so_that_some_is_held_out(
@@ -117,7 +132,9 @@ def test_a_preparation_goes_on_where_it_was_stopped(
         importlib.import_module("phalanx.train.data.sources"), "BLOCK", 400
     )
     big = books / "many.jsonl"
-    big.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS.values()))
+    big.write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in TEXTS.values())
+    )
     undisturbed = made(books, tmp_path / "whole")
     out = tmp_path / "out"
     marks = 0
@@ -151,7 +168,9 @@ def test_a_preparation_goes_on_where_it_was_stopped(
     again = len(encoded)
     prepare(books, out, Counting(), share=0.2)
     assert len(encoded) == again, "a finished preparation does nothing"
-    with pytest.raises(DataError, match="other sources or with other settings"):
+    with pytest.raises(
+        DataError, match="other sources or with other settings"
+    ):
         prepare(books, out, Bytes(), share=0.3)
 
 
@@ -160,7 +179,9 @@ def test_a_tokenizer_json_gives_its_tokens_and_closes_documents(
 ) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.BPE())
-    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
     words.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=400, special_tokens=["<end>"],
@@ -215,7 +236,9 @@ def megatron(
         path.with_suffix(".bin")
     )
     lengths = np.array([len(d) for d in documents], "<i4")
-    pointers = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(dtype).itemsize
+    pointers = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(
+        dtype
+    ).itemsize
     path.with_suffix(".idx").write_bytes(
         b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(documents), len(documents) + 1)
         + lengths.tobytes() + pointers.tobytes() + np.arange(len(documents) + 1).astype("<i8").tobytes()
@@ -264,7 +287,10 @@ def _offsets(out: Path) -> None:
 
 
 LIES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no JSON": (lambda out: (out / "index.json").write_text("{"), "is not JSON"),
+    "no JSON": (
+        lambda out: (out / "index.json").write_text("{"),
+        "is not JSON",
+    ),
     "a list": (
         lambda out: (out / "index.json").write_text("[]"),
         "is not a JSON object",
@@ -277,16 +303,28 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda out: (out / "index.json").write_text(" " * (2 << 20)),
         "at most",
     ),
-    "no text": (lambda out: (out / "index.json").write_bytes(b"\x80\x04."), "not text"),
+    "no text": (
+        lambda out: (out / "index.json").write_bytes(b"\x80\x04."),
+        "not text",
+    ),
     "other format": (lambda out: _index(out, format="pickle"), "this reads"),
     "newer": (lambda out: _index(out, version=2), "of version 1"),
     "dtype": (lambda out: _index(out, dtype="O"), 'dtype = "O" is unknown'),
     "vocabulary": (lambda out: _index(out, vocab=70_000), "cannot name 70000"),
     "true": (lambda out: _index(out, vocab=True), "Write a whole number"),
-    "no splits": (lambda out: _index(out, splits=None), "splits = null is nothing"),
-    "count": (lambda out: _splits(out, tokens=1 << 61), "numbers of uint8 are"),
+    "no splits": (
+        lambda out: _index(out, splits=None),
+        "splits = null is nothing",
+    ),
+    "count": (
+        lambda out: _splits(out, tokens=1 << 61),
+        "numbers of uint8 are",
+    ),
     "negative": (lambda out: _splits(out, tokens=-1), "out of bounds"),
-    "truncated": (lambda out: os.truncate(out / "train.tokens", 10), "has 10 bytes"),
+    "truncated": (
+        lambda out: os.truncate(out / "train.tokens", 10),
+        "has 10 bytes",
+    ),
     "gone": (lambda out: (out / "train.documents").unlink(), "No such file"),
     "link": (_linked, "link out of its folder"),
     "pipe": (_piped, "not a regular file"),
@@ -339,12 +377,16 @@ def test_other_projects_files_that_lie_are_refused(tmp_path: Path) -> None:
         (42, b"\x04", "do not follow"),
         (58, b"\x01", "must rise"),
     ):
-        (tmp_path / "m.idx").write_bytes(good[:at] + new + good[at + len(new) :])
+        (tmp_path / "m.idx").write_bytes(
+            good[:at] + new + good[at + len(new) :]
+        )
         with pytest.raises(DataError, match=words):
             open_corpus(tmp_path / "m.bin")
 
 
-def test_a_source_that_is_a_link_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+def test_a_source_that_is_a_link_out_of_its_folder_is_refused(
+    tmp_path: Path,
+) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "a.txt").symlink_to("/etc/hostname")
@@ -357,7 +399,18 @@ def test_the_command_prepares_and_shows(
 ) -> None:
     out = str(tmp_path / "out")
     assert (
-        run(["prepare", str(books), "--out", out, "--held-out", "0.2", "--json"]) == 0
+        run(
+            [
+                "prepare",
+                str(books),
+                "--out",
+                out,
+                "--held-out",
+                "0.2",
+                "--json",
+            ]
+        )
+        == 0
     )
     said = json.loads(capsys.readouterr().out)
     assert said["train"]["documents"] + said["validation"]["documents"] == 60

@@ -24,10 +24,17 @@ from phalanx.train.data.batches import (
     best_fit,
     shared_out,
 )
-from phalanx.train.data.token_files import Corpus, DataError, Stream, open_library
+from phalanx.train.data.token_files import (
+    Corpus,
+    DataError,
+    Stream,
+    open_library,
+)
 
 
-def corpus_of(lengths: list[int], held: list[int] | None = None) -> tuple[Corpus]:
+def corpus_of(
+    lengths: list[int], held: list[int] | None = None
+) -> tuple[Corpus]:
     """Token n of the stream is n; documents have these lengths."""
 
     def stream(of: list[int]) -> Stream:
@@ -37,16 +44,24 @@ def corpus_of(lengths: list[int], held: list[int] | None = None) -> tuple[Corpus
     return (Corpus("made", stream(lengths), stream(held or []), 0, "", 2.0),)
 
 
-@pytest.mark.parametrize("sizes", [range(1, 130), [1000, 4095, 4096, 4097, 20011]])
-def test_the_order_of_an_epoch_is_a_permutation_of_any_size(sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    "sizes", [range(1, 130), [1000, 4095, 4096, 4097, 20011]]
+)
+def test_the_order_of_an_epoch_is_a_permutation_of_any_size(
+    sizes: list[int],
+) -> None:
     for size in sizes:
         order = Permutation(size, 7, 3)
         assert sorted(order[n] for n in range(size)) == list(range(size)), size
 
 
-def test_every_epoch_and_seed_has_an_order_of_its_own_and_always_the_same() -> None:
+def test_every_epoch_and_seed_has_an_order_of_its_own_and_always_the_same() -> (
+    None
+):
     orders = {
-        (seed, epoch): tuple(Permutation(200, seed, epoch)[n] for n in range(200))
+        (seed, epoch): tuple(
+            Permutation(200, seed, epoch)[n] for n in range(200)
+        )
         for seed in range(4)
         for epoch in range(4)
     }
@@ -54,7 +69,9 @@ def test_every_epoch_and_seed_has_an_order_of_its_own_and_always_the_same() -> N
     assert orders[1, 2] == tuple(Permutation(200, 1, 2)[n] for n in range(200))
 
 
-def test_neighbours_do_not_stay_together_and_every_place_is_about_as_likely() -> None:
+def test_neighbours_do_not_stay_together_and_every_place_is_about_as_likely() -> (
+    None
+):
     size, epochs = 12, 3000
     counts = np.zeros((size, size))
     close = 0
@@ -85,7 +102,9 @@ def test_an_epoch_shows_every_sequence_once_for_any_number_of_ranks(
         assert torch.equal(torch.cat(own), whole)
         seen += whole[:, 0].tolist()
     for epoch in range(batch):
-        assert sorted(seen[19 * epoch : 19 * epoch + 19]) == [8 * n for n in range(19)]
+        assert sorted(seen[19 * epoch : 19 * epoch + 19]) == [
+            8 * n for n in range(19)
+        ]
 
 
 def test_a_run_goes_on_behind_what_was_taken_in_another_batch_size() -> None:
@@ -106,7 +125,10 @@ def order_by_hand(size: int, seed: int, epoch: int) -> list[int]:
     keys = [int(digest[n : n + 16], 16) for n in range(0, 128, 16)]
 
     def mixed(x: int) -> int:
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        for shift, factor in (
+            (30, 0xBF58476D1CE4E5B9),
+            (27, 0x94D049BB133111EB),
+        ):
             x = (x ^ (x >> shift)) * factor % 2**64
         return x ^ (x >> 31)
 
@@ -154,7 +176,9 @@ def test_a_run_in_another_batch_size_shows_exactly_what_would_have_come_next(
     taken = one.cursor(at)
     assert taken == at * before
     wanted = [n for epoch in range(8) for n in order_by_hand(25, 3, epoch)]
-    other = Batches(corpus_of([100]), 4, after, seed=3, masks=False).resumed(at, taken)
+    other = Batches(corpus_of([100]), 4, after, seed=3, masks=False).resumed(
+        at, taken
+    )
     steps = range(at, at + 5)
     assert [other.cursor(step) for step in steps] == [
         taken + n * after for n in range(5)
@@ -181,7 +205,9 @@ def test_a_run_that_goes_on_with_another_batch_size_takes_the_sequences_that_com
         self: Batches, taken: Sequence[tuple[Sequences, int] | None]
     ) -> dict[str, torch.Tensor]:
         train = self.corpora[0].train
-        seen.extend(place[1] for place in taken if place and place[0].stream is train)
+        seen.extend(
+            place[1] for place in taken if place and place[0].stream is train
+        )
         return stacked(self, taken)
 
     monkeypatch.setattr(Batches, "_stacked", recorded)
@@ -210,12 +236,18 @@ def test_no_document_is_learned_across_its_end() -> None:
         first = tokens[0]
         for place, token in enumerate(tokens):
             if documents[place] == -1:
-                assert (token, targets[place], positions[place]) == (0, -100, 0)
+                assert (token, targets[place], positions[place]) == (
+                    0,
+                    -100,
+                    0,
+                )
                 continue
             assert documents[place] == document[token]
             last = token + 1 == edges[document[token] + 1]
             assert targets[place] == (-100 if last else token + 1)
-            assert positions[place] == token - max(first, edges[document[token]])
+            assert positions[place] == token - max(
+                first, edges[document[token]]
+            )
             seen.add(token)
     assert seen == set(range(20))
 
@@ -233,7 +265,9 @@ def test_the_held_out_part_is_read_whole_in_one_order() -> None:
     found = [batches.validation(n) for n in range(2)]
     targets = torch.cat([b["targets"].flatten() for b in found])
     assert targets[targets >= 0].tolist() == list(range(1, 14))
-    assert found[1]["documents" if "documents" in found[1] else "targets"].shape == (
+    assert found[1][
+        "documents" if "documents" in found[1] else "targets"
+    ].shape == (
         3,
         4,
     )
@@ -267,7 +301,9 @@ def test_tokens_that_the_model_does_not_know_are_refused() -> None:
         DataError, match=r"holds the token \d+; the vocabulary is 0 to 9"
     ):
         list(map(Batches(corpus_of([40]), 4, 2, vocab=10).batch, range(9)))
-    with pytest.raises(DataError, match="a vocabulary of 256, but the model's is 100"):
+    with pytest.raises(
+        DataError, match="a vocabulary of 256, but the model's is 100"
+    ):
         Batches((open_library(),), 4, 2, vocab=100)
     with pytest.raises(DataError, match="sequence=0"):
         Batches(corpus_of([40]), 0, 2)
@@ -293,7 +329,9 @@ def test_sequences_of_several_corpora_are_merged_by_their_times(
     assert [shared_out(n, weights) for n in range(len(wanted))] == wanted
     # Each whole period has each corpus as often as its weight says.
     period = [which for which, _ in wanted[: sum(weights)]]
-    assert [period.count(which) for which in range(len(weights))] == list(weights)
+    assert [period.count(which) for which in range(len(weights))] == list(
+        weights
+    )
 
 
 def corpora_of(*sizes: int, weights: tuple[int, ...]) -> tuple[Corpus, ...]:
@@ -304,9 +342,12 @@ def corpora_of(*sizes: int, weights: tuple[int, ...]) -> tuple[Corpus, ...]:
             np.arange(1000 * which, 1000 * which + size), np.array([0, size])
         )
         second = Stream(
-            np.arange(1000 * which, 1000 * which + size // 2), np.array([0, size // 2])
+            np.arange(1000 * which, 1000 * which + size // 2),
+            np.array([0, size // 2]),
         )
-        made.append(Corpus(f"c{which}", first, second, 0, str(which), 1.0, weight))
+        made.append(
+            Corpus(f"c{which}", first, second, 0, str(which), 1.0, weight)
+        )
     return tuple(made)
 
 
@@ -314,22 +355,32 @@ def corpora_of(*sizes: int, weights: tuple[int, ...]) -> tuple[Corpus, ...]:
 def test_a_mixed_run_shows_each_corpus_in_its_own_order_and_share(
     weights: tuple[int, ...],
 ) -> None:
-    corpora = corpora_of(41, 81, 161, weights=weights)  # 10, 20 and 40 sequences
+    corpora = corpora_of(
+        41, 81, 161, weights=weights
+    )  # 10, 20 and 40 sequences
     batches = Batches(corpora, 4, 6, seed=5)
     tokens = torch.cat(
         [batches.batch(step)["tokens"][:, 0] for step in range(35)]
     ).tolist()
     shares = weights if sum(weights) else (10, 20, 40)
-    for which, (total, weight) in enumerate(zip((10, 20, 40), shares, strict=True)):
-        seen = [(token % 1000) // 4 for token in tokens if token // 1000 == which]
+    for which, (total, weight) in enumerate(
+        zip((10, 20, 40), shares, strict=True)
+    ):
+        seen = [
+            (token % 1000) // 4 for token in tokens if token // 1000 == which
+        ]
         assert abs(len(seen) - 210 * weight / sum(shares)) <= 1.5
-        orders = [n for epoch in range(20) for n in order_by_hand(total, 5, epoch)]
+        orders = [
+            n for epoch in range(20) for n in order_by_hand(total, 5, epoch)
+        ]
         assert seen == orders[: len(seen)]
     # A rank's rows, and a run that goes on in another batch size, are the same sequences.
     rows = [batches.batch(9, share(6, 4, rank))["tokens"] for rank in range(4)]
     assert torch.equal(torch.cat(rows), batches.batch(9)["tokens"])
     other = replace(batches, size=5).resumed(3, batches.cursor(3))
-    again = torch.cat([other.batch(step)["tokens"][:, 0] for step in range(3, 9)])
+    again = torch.cat(
+        [other.batch(step)["tokens"][:, 0] for step in range(3, 9)]
+    )
     assert again.tolist() == tokens[18:48]
 
 
@@ -338,10 +389,16 @@ def test_held_out_parts_of_several_corpora_are_read_whole_and_mixed() -> None:
     found = [batches.validation(n) for n in range(batches.validations)]
     targets = torch.cat([batch["targets"].flatten() for batch in found])
     wanted = [
-        1000 * c + n for c, size in enumerate((20, 40, 80)) for n in range(1, size)
+        1000 * c + n
+        for c, size in enumerate((20, 40, 80))
+        for n in range(1, size)
     ]
     assert sorted(targets[targets >= 0].tolist()) == wanted
-    assert {int(token) // 1000 for token in found[0]["tokens"][:, 0]} == {0, 1, 2}
+    assert {int(token) // 1000 for token in found[0]["tokens"][:, 0]} == {
+        0,
+        1,
+        2,
+    }
     assert batches.bits_per_byte(math.log(2)) == pytest.approx(1.0)
 
 
@@ -352,23 +409,29 @@ def test_a_mixed_run_goes_on_to_the_bit_and_is_alike_in_every_layout(
     paths = []
     for name in ("a", "b"):
         path = tmp_path / f"{name}.bin"
-        np.random.default_rng(ord(name)).integers(0, 200, 4000).astype("<u2").tofile(
-            path
-        )
+        np.random.default_rng(ord(name)).integers(0, 200, 4000).astype(
+            "<u2"
+        ).tofile(path)
         paths.append(str(path))
     data = f"data={paths[0]}:0.7, {paths[1]}:0.3"
     more = (data, "checkpoint.every=1", "precision=fp64")
     trained(small(tmp_path / "whole", "steps=4", *more), "dp2 fp64")
     trained(
-        small(tmp_path / "parts", "steps=2", *more, "optimizer.schedule=constant"),
+        small(
+            tmp_path / "parts", "steps=2", *more, "optimizer.schedule=constant"
+        ),
         "dp2 fp64",
     )
     trained(
-        small(tmp_path / "again", "steps=4", *more, "optimizer.schedule=constant"),
+        small(
+            tmp_path / "again", "steps=4", *more, "optimizer.schedule=constant"
+        ),
         "dp2 fp64",
     )
     trained(
-        small(tmp_path / "parts", "steps=4", *more, "optimizer.schedule=constant"),
+        small(
+            tmp_path / "parts", "steps=4", *more, "optimizer.schedule=constant"
+        ),
         "dp2 fp64",
     )
     assert weights(tmp_path / "parts", 4) == weights(tmp_path / "again", 4)
@@ -383,13 +446,17 @@ def test_a_mixed_run_goes_on_to_the_bit_and_is_alike_in_every_layout(
 # ---- packing
 
 
-def test_best_fit_puts_the_longest_first_into_the_fullest_row_with_room() -> None:
+def test_best_fit_puts_the_longest_first_into_the_fullest_row_with_room() -> (
+    None
+):
     # Johnson 1974: sorted 7 6 5 3 2 2 1 in rows of 8; 1 fits beside 7 exactly, 2 beside 6.
     assert best_fit([2, 7, 5, 1, 6, 2, 3], 8) == [[1, 3], [4, 0], [2, 6], [5]]
 
 
 @pytest.mark.parametrize("room", [5, 8, 13])
-def test_best_fit_needs_as_many_rows_as_a_search_through_all_of_them(room: int) -> None:
+def test_best_fit_needs_as_many_rows_as_a_search_through_all_of_them(
+    room: int,
+) -> None:
     lengths = np.random.default_rng(room).integers(1, room + 1, 300).tolist()
     # in each row; rows with as much left are as good as each other
     left: list[int] = []
@@ -399,12 +466,16 @@ def test_best_fit_needs_as_many_rows_as_a_search_through_all_of_them(room: int) 
             left.remove(space)
         left.append(space - length)
     rows = best_fit(lengths, room)
-    assert sorted(room - sum(lengths[n] for n in row) for row in rows) == sorted(left)
+    assert sorted(
+        room - sum(lengths[n] for n in row) for row in rows
+    ) == sorted(left)
     assert sorted(n for row in rows for n in row) == list(range(300))
 
 
 @pytest.mark.parametrize("packing", ["bfd", "none"])
-def test_whole_documents_stand_in_sequences_and_long_ones_are_cut(packing: str) -> None:
+def test_whole_documents_stand_in_sequences_and_long_ones_are_cut(
+    packing: str,
+) -> None:
     lengths = [3, 1, 9, 5, 2, 0, 4, 6]
     starts = np.concatenate(([0], np.cumsum(lengths)))
     batches = Batches(corpus_of(lengths), 6, 1, packing=packing)
@@ -413,7 +484,9 @@ def test_whole_documents_stand_in_sequences_and_long_ones_are_cut(packing: str) 
     ]
     seen = []
     for step in range(batches.sequences):
-        batch = {name: x[0].tolist() for name, x in batches.batch(step).items()}
+        batch = {
+            name: x[0].tolist() for name, x in batches.batch(step).items()
+        }
         places = [n for n in range(6) if batch["documents"][n] != -1]
         documents = sorted({batch["documents"][n] for n in places})
         assert len(documents) == 1 or packing == "bfd"
@@ -423,7 +496,9 @@ def test_whole_documents_stand_in_sequences_and_long_ones_are_cut(packing: str) 
             tokens = list(range(starts[document], starts[document] + kept))
             assert [batch["tokens"][n] for n in own] == tokens
             assert [batch["positions"][n] for n in own] == list(range(kept))
-            follows = [t + 1 if t + 1 < starts[document + 1] else -100 for t in tokens]
+            follows = [
+                t + 1 if t + 1 < starts[document + 1] else -100 for t in tokens
+            ]
             assert [batch["targets"][n] for n in own] == follows
             seen.append(document)
     assert sorted(seen) == [0, 2, 3, 4, 6, 7]

@@ -17,18 +17,29 @@ import zstandard
 from pyarrow import parquet
 
 from phalanx.train.data.prepare import Prepared, prepare
-from phalanx.train.data.token_files import Corpus, DataError, Stream, open_corpus
+from phalanx.train.data.token_files import (
+    Corpus,
+    DataError,
+    Stream,
+    open_corpus,
+)
 from phalanx.train.data.vocabulary import Bytes, open_vocabulary
 
 TEXTS = [
-    f"Document {n}: " + 'ünï😀 "quoted"\t\\ \n' * (n % 5) + "end" for n in range(70)
+    f"Document {n}: " + 'ünï😀 "quoted"\t\\ \n' * (n % 5) + "end"
+    for n in range(70)
 ]
-LINES = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in TEXTS).encode()
+LINES = "".join(
+    json.dumps({"text": text, "n": 1}) + "\n" for text in TEXTS
+).encode()
 
 
 def texts(stream: Stream) -> list[str]:
     edges = zip(stream.starts, stream.starts[1:], strict=False)
-    return [bytes(stream.read(int(a), int(b))[0].tolist()).decode() for a, b in edges]
+    return [
+        bytes(stream.read(int(a), int(b))[0].tolist()).decode()
+        for a, b in edges
+    ]
 
 
 def both(corpus: Corpus) -> list[str]:
@@ -123,10 +134,17 @@ def test_datasets_with_splits_train_on_train_hold_out_validation_and_leave_test_
     assert texts(corpus.validation) == parts["validation"]
 
 
-def test_rows_with_nothing_in_them_are_counted_and_not_read(tmp_path: Path) -> None:
+def test_rows_with_nothing_in_them_are_counted_and_not_read(
+    tmp_path: Path,
+) -> None:
     _parquet(tmp_path / "a.parquet", text=["a", None, "b", "", None])
-    (tmp_path / "b.jsonl").write_text('{"text": null}\n{"text": "a"}\n\n{"text": ""}\n')
-    for name, left, empty in (("a.parquet", ["a", "b"], 3), ("b.jsonl", ["a"], 2)):
+    (tmp_path / "b.jsonl").write_text(
+        '{"text": null}\n{"text": "a"}\n\n{"text": ""}\n'
+    )
+    for name, left, empty in (
+        ("a.parquet", ["a", "b"], 3),
+        ("b.jsonl", ["a"], 2),
+    ):
         source = tmp_path / name
         done = prepare(source, tmp_path / f"{name}.out", Bytes(), share=0.0)
         assert both(open_corpus(tmp_path / f"{name}.out")) == left
@@ -141,7 +159,9 @@ def _cut_parquet(path: Path) -> None:
 def _not_utf8(path: Path) -> None:
     offsets = pyarrow.py_buffer(np.array([0, 1, 2, 3], "<i4").tobytes())
     values = pyarrow.py_buffer(b"a\xffb")
-    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, offsets, values])
+    column = pyarrow.Array.from_buffers(
+        pyarrow.string(), 3, [None, offsets, values]
+    )
     batch = pyarrow.record_batch([column], ["text"])
     with (
         pyarrow.OSFile(str(path), "wb") as sink,
@@ -201,10 +221,16 @@ def test_bad_files_and_rows_are_left_out_and_named_and_nothing_else_is(
     left = [text for text in both(corpus) if text not in TEXTS]
     assert left == sorted([*good, "the last one"])
     assert set(TEXTS) <= set(both(corpus))
-    named = (folder.parent / "sources.tokens" / "skipped.txt").read_text().splitlines()
+    named = (
+        (folder.parent / "sources.tokens" / "skipped.txt")
+        .read_text()
+        .splitlines()
+    )
     assert len(named) == done.skipped == len(BAD) + 1  # both rows of w.parquet
     for name, (_, _, words) in BAD.items():
-        assert any(line.startswith(f"{folder / name}{words}") for line in named), (
+        assert any(
+            line.startswith(f"{folder / name}{words}") for line in named
+        ), (
             name,
             named,
         )
@@ -239,7 +265,9 @@ def test_what_cannot_be_read_at_all_is_refused_with_its_first_place(
         made(tmp_path / "b.jsonl")
 
 
-def test_long_lines_are_cut_and_never_within_a_character(tmp_path: Path) -> None:
+def test_long_lines_are_cut_and_never_within_a_character(
+    tmp_path: Path,
+) -> None:
     text = "aé😀" * 3000
     (tmp_path / "a.txt").write_text(text)
     corpus, done = made(tmp_path / "a.txt")
@@ -250,7 +278,10 @@ def test_long_lines_are_cut_and_never_within_a_character(tmp_path: Path) -> None
 
 
 def test_a_byte_order_mark_is_no_character_of_the_text(tmp_path: Path) -> None:
-    for name, content in (("a.txt", b"hello"), ("a.jsonl", b'{"text": "hello"}')):
+    for name, content in (
+        ("a.txt", b"hello"),
+        ("a.jsonl", b'{"text": "hello"}'),
+    ):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
         prepare(tmp_path / name, tmp_path / f"{name}.out", Bytes(), share=0.0)
         assert both(open_corpus(tmp_path / f"{name}.out")) == ["hello"]
@@ -263,9 +294,17 @@ def test_several_processes_write_the_same_files(
         importlib.import_module("phalanx.train.data.prepare"), "WORTH", 1
     )
     for workers in (1, 2):
-        prepare(folder, tmp_path / str(workers), Bytes(), share=0.2, workers=workers)
+        prepare(
+            folder,
+            tmp_path / str(workers),
+            Bytes(),
+            share=0.2,
+            workers=workers,
+        )
     for path in (tmp_path / "1").iterdir():
-        assert path.read_bytes() == (tmp_path / "2" / path.name).read_bytes(), path.name
+        assert (
+            path.read_bytes() == (tmp_path / "2" / path.name).read_bytes()
+        ), path.name
 
 
 @pytest.mark.parametrize(
@@ -304,7 +343,9 @@ def test_a_saved_folder_may_not_name_files_elsewhere(tmp_path: Path) -> None:
             made(saved)
 
 
-def test_raw_tokens_of_32_bits_are_read_as_such_and_never_as_16(tmp_path: Path) -> None:
+def test_raw_tokens_of_32_bits_are_read_as_such_and_never_as_16(
+    tmp_path: Path,
+) -> None:
     tokens = np.random.default_rng(0).integers(0, 120_000, 5000)
     tokens.astype("<u4").tofile(tmp_path / "a.uint32")
     assert open_corpus(tmp_path / "a.uint32", share=0.0).train.read(0, 5000)[

@@ -51,7 +51,9 @@ class Watch(threading.local):
         """The mesh axes along which some ranks differ, in their parts: dp.shard, cp.ring."""
         places = [self.mesh.coordinates(rank) for rank in ranks]
         differ = {
-            axis for axis in places[0] if len({place[axis] for place in places}) > 1
+            axis
+            for axis in places[0]
+            if len({place[axis] for place in places}) > 1
         }
         parted = {axis.partition(".")[0] for axis in differ if "." in axis}
         return differ - parted
@@ -65,20 +67,27 @@ class Watch(threading.local):
             {"pp"} if kind.on == ops.MESSAGE else set()
         )
         if undeclared := _outside(self.axes(ranks), named):
-            self.faults[f"{self.handling} calls {call.kind} over {undeclared}"] = None
+            self.faults[
+                f"{self.handling} calls {call.kind} over {undeclared}"
+            ] = None
 
         # Its attention sends keys and values; nothing else of the model is over these ranks.
         over_cp = (
-            self.axes(ranks) <= {"cp.ring", "cp.ulysses"} and "cp" not in kind.axes
+            self.axes(ranks) <= {"cp.ring", "cp.ulysses"}
+            and "cp" not in kind.axes
         )
         if over_cp and call.kind == "all_reduce":
             self.faults[f"{self.handling} calls all_reduce over cp"] = None
 
-    def waits(self, call: Call, ranks: tuple[int, ...], begun: Op | None) -> None:
+    def waits(
+        self, call: Call, ranks: tuple[int, ...], begun: Op | None
+    ) -> None:
         """The rank waits for a call: inside a handler, or before one."""
         if self.handling is not None:
             kind = ops.KINDS[self.handling.kind]
-            if begun != self.handling or _outside(self.axes(ranks), {*kind.inside}):
+            if begun != self.handling or _outside(
+                self.axes(ranks), {*kind.inside}
+            ):
                 over = ", ".join(sorted(self.axes(ranks)))
                 of = "" if begun == self.handling else f" of {begun}"
                 self.faults[
@@ -92,7 +101,9 @@ class Watch(threading.local):
 
 def _outside(axes: set[str], named: set[str]) -> str:
     """The axes that are not named, neither as a whole nor by their part."""
-    return ", ".join(sorted(a for a in axes if not {a, a.partition(".")[0]} & named))
+    return ", ".join(
+        sorted(a for a in axes if not {a, a.partition(".")[0]} & named)
+    )
 
 
 watch = Watch()
@@ -176,16 +187,22 @@ def watched_step(
     executor = Watched(held, program, world.rank, optimizer)
     executor.checked = True
     batch = batch_of(shape, 0, dtype=torch.float32)
-    own = microbatches(batch, layout, held.coordinates["data"], held.coordinates["cp"])
+    own = microbatches(
+        batch, layout, held.coordinates["data"], held.coordinates["cp"]
+    )
     executor.step(own, 1e-3)
     world.clear()
     return list(watch.faults)
 
 
-def undeclared(layout: Layout, shape: Shape, optimizer: Optimizer) -> list[str]:
+def undeclared(
+    layout: Layout, shape: Shape, optimizer: Optimizer
+) -> list[str]:
     """What any rank did in one step that the program does not declare."""
     args = (layout, shape, optimizer)
-    ranks = run_threads(watched_step, layout.ranks, args, 60.0, 0, WatchedWorld)
+    ranks = run_threads(
+        watched_step, layout.ranks, args, 60.0, 0, WatchedWorld
+    )
     return list(dict.fromkeys(fault for faults in ranks for fault in faults))
 
 
@@ -194,15 +211,20 @@ def _small(name: str) -> Shape:
 
 
 def _all_undeclared(name: str, ranks: int) -> dict[str, list[str]]:
-    layouts = [replace(layout, precision="fp32") for layout in covered(name, ranks)]
+    layouts = [
+        replace(layout, precision="fp32") for layout in covered(name, ranks)
+    ]
     found = {
-        str(layout): undeclared(layout, _small(name), AdamW()) for layout in layouts
+        str(layout): undeclared(layout, _small(name), AdamW())
+        for layout in layouts
     }
     return {text: faults for text, faults in found.items() if faults}
 
 
 @pytest.mark.parametrize("name, ranks", [("gqa", 2), ("latent", 4)])
-def test_no_handler_waits_for_what_its_row_does_not_name(name: str, ranks: int) -> None:
+def test_no_handler_waits_for_what_its_row_does_not_name(
+    name: str, ranks: int
+) -> None:
     assert not _all_undeclared(name, ranks)
 
 
@@ -247,7 +269,9 @@ def test_no_handler_waits_for_what_its_row_does_not_name_with_any_option(
 ) -> None:
     found = {
         (shape.name, text): undeclared(Layout.parse(text), shape, optimizer)
-        for (shape, text), optimizer in zip(OPTIONS[first::2], cycle((AdamW(), Muon())))
+        for (shape, text), optimizer in zip(
+            OPTIONS[first::2], cycle((AdamW(), Muon()))
+        )
     }
     assert not {case: faults for case, faults in found.items() if faults}
 

@@ -54,12 +54,24 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(start: Path, out: Path, layout: str, *more: str) -> Path:
-    sizes = ["batch=6", "sequence=24", f"steps={STEPS}", "validation.batches=0"]
+    sizes = [
+        "batch=6",
+        "sequence=24",
+        f"steps={STEPS}",
+        "validation.batches=0",
+    ]
     rule = ["optimizer.name=sgd", f"optimizer.lr={RATE}", "optimizer.clip=0"]
     rule += ["optimizer.weight_decay=0", "optimizer.schedule=constant"]
     loss = ["loss=dpo", f"dpo.beta={BETA}"]
     named = [f"model=hf:{start}/hub", f"data={start}/tokens", f"out={out}"]
-    words = [*sizes, *rule, *loss, *named, f"layout={layout}", "precision=fp64"]
+    words = [
+        *sizes,
+        *rule,
+        *loss,
+        *named,
+        f"layout={layout}",
+        "precision=fp64",
+    ]
     assert main(["train", *words, "--backend", "threads", *more]) == 0
     return out
 
@@ -82,7 +94,9 @@ def answer_log_probability(model: Any, prompt: str, answer: str) -> Tensor:
 
 def margin(model: Any, pair: Pair) -> Tensor:
     chosen = answer_log_probability(model, pair["prompt"], pair["chosen"])
-    return chosen - answer_log_probability(model, pair["prompt"], pair["rejected"])
+    return chosen - answer_log_probability(
+        model, pair["prompt"], pair["rejected"]
+    )
 
 
 def taken(start: Path) -> Iterator[list[Pair]]:
@@ -102,16 +116,22 @@ def plain(start: Path) -> tuple[list[float], list[float], dict[str, Tensor]]:
     with widened():
         model = in_float64(narrow)
         with torch.no_grad():
-            reference = {str(pair): float(margin(model, pair)) for pair in pairs()}
+            reference = {
+                str(pair): float(margin(model, pair)) for pair in pairs()
+            }
         losses, norms = [], []
         optimizer = torch.optim.SGD(model.parameters(), RATE)
         for batch in taken(start):
             optimizer.zero_grad()
-            gains = [margin(model, pair) - reference[str(pair)] for pair in batch]
+            gains = [
+                margin(model, pair) - reference[str(pair)] for pair in batch
+            ]
             loss = -F.logsigmoid(BETA * torch.stack(gains)).mean()
             loss.backward()
             weights = [x.grad for x in model.parameters()]
-            norms.append(float(torch.cat([x.flatten() for x in weights]).norm()))
+            norms.append(
+                float(torch.cat([x.flatten() for x in weights]).norm())
+            )
             losses.append(float(loss.detach()))
             optimizer.step()
     return losses, norms, model.state_dict()
@@ -134,7 +154,9 @@ def test_a_layout_has_the_losses_and_the_weights_of_the_formula(
         ("head.norm.weight", "model.norm.weight"),
         ("embed.tokens.weight", "model.embed_tokens.weight"),
     ):
-        assert torch.allclose(found[ours].double(), weights[name], rtol=0, atol=1e-9)
+        assert torch.allclose(
+            found[ours].double(), weights[name], rtol=0, atol=1e-9
+        )
 
 
 # tests/train/trl_numbers.py, with trl 1.16.0 and transformers 5.23.0; TRL takes the loss in float32.
@@ -142,10 +164,16 @@ TRL_LOSSES = (0.6931471824645996, 0.5208919048309326, 0.003859942778944969)
 TRL_NORMS = (7.379085516529327, 5.427136772178893, 0.021280863538592282)
 
 
-def test_losses_and_gradients_are_those_of_trl(start: Path, tmp_path: Path) -> None:
+def test_losses_and_gradients_are_those_of_trl(
+    start: Path, tmp_path: Path
+) -> None:
     steps = steps_of(trained(start, tmp_path / "run", "dp2 tp2 zero2"))
-    assert [step["loss"] for step in steps] == pytest.approx(TRL_LOSSES, rel=1e-6)
-    assert [step["norm"] for step in steps] == pytest.approx(TRL_NORMS, rel=1e-6)
+    assert [step["loss"] for step in steps] == pytest.approx(
+        TRL_LOSSES, rel=1e-6
+    )
+    assert [step["norm"] for step in steps] == pytest.approx(
+        TRL_NORMS, rel=1e-6
+    )
 
 
 def test_the_metrics_say_how_many_pairs_gained_and_by_how_much(
@@ -161,7 +189,9 @@ def test_the_metrics_say_how_many_pairs_gained_and_by_how_much(
         assert other["margin"] == pytest.approx(one["margin"], rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero3", "tp2 seq", "cp2", "pp2 1f1b:2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2 zero3", "tp2 seq", "cp2", "pp2 1f1b:2"]
+)
 def test_adapters_have_the_losses_of_one_process_in_every_layout(
     layout: str, start: Path, tmp_path: Path
 ) -> None:
@@ -180,7 +210,9 @@ def test_a_run_continues_with_the_reference_of_its_first_start(
 ) -> None:
     out = trained(start, tmp_path / "run", "dp2 zero3", "steps=2")
     trained(start, out, "tp2")
-    assert [step["loss"] for step in steps_of(out)] == pytest.approx(plain[0], rel=1e-9)
+    assert [step["loss"] for step in steps_of(out)] == pytest.approx(
+        plain[0], rel=1e-9
+    )
     (out / "reference.safetensors").unlink()
     with pytest.raises(AssertionError):
         trained(start, out, "tp2", "steps=4")
@@ -191,19 +223,30 @@ def prepared(rows: list[Any], folder: Path, *words: str) -> tuple[int, Path]:
     folder.mkdir()
     source, out = folder / "rows.jsonl", folder / "tokens"
     source.write_text("\n".join(map(json.dumps, rows)))
-    return main(["data", "prepare", str(source), "--out", str(out), *words]), out
+    return main(
+        ["data", "prepare", str(source), "--out", str(out), *words]
+    ), out
 
 
 def test_pairs_and_other_losses_are_refused_together(
     start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = "model={layers=1,hidden=16,heads=2,ffn=32,vocab=256}"
-    words = [tiny, "steps=1", "batch=2", "sequence=24", "layout=", f"out={tmp_path}/a"]
+    words = [
+        tiny,
+        "steps=1",
+        "batch=2",
+        "sequence=24",
+        "layout=",
+        f"out={tmp_path}/a",
+    ]
     assert main(["train", *words, f"data={start}/tokens"]) == 2
     assert "Write loss = 'dpo'" in capsys.readouterr().err
     assert main(["train", *words, "loss=dpo"]) == 2
     assert "needs rows with chosen and rejected" in capsys.readouterr().err
-    assert main(["train", *words, "loss=dpo", "z_loss=0.1", "verify=true"]) == 2
+    assert (
+        main(["train", *words, "loss=dpo", "z_loss=0.1", "verify=true"]) == 2
+    )
     assert "run has 2 mistakes" in capsys.readouterr().err
     packed = [f"data={start}/tokens", "loss=dpo", "packing=bfd"]
     assert main(["train", *words, *packed]) == 2
@@ -223,7 +266,9 @@ def test_pairs_that_are_no_pairs_are_left_out_and_long_ones_are_named(
     assert code == 0
     said = capsys.readouterr()
     assert "in 4 documents" in said.out
-    assert "line 3: its prompt, chosen and rejected are not all text" in said.err
+    assert (
+        "line 3: its prompt, chosen and rejected are not all text" in said.err
+    )
     batches = Batches((open_corpus(out),), 16, 1)
     assert batches.pair_rows == (1, 0)
     (notice,) = batches.notices
@@ -242,11 +287,19 @@ TINY = "model={layers=1,hidden=16,heads=2,ffn=32,vocab=256}"
 def test_epochs_are_as_many_steps_as_their_rows_take(
     start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = [TINY, "batch=4", "sequence=24", f"data={start}/tokens", "loss=dpo"]
+    sizes = [
+        TINY,
+        "batch=4",
+        "sequence=24",
+        f"data={start}/tokens",
+        "loss=dpo",
+    ]
     named = [f"out={tmp_path}/run", "layout=dp2", "--backend", "threads"]
     assert main(["train", *sizes, "epochs=1.5", *named]) == 0
     # 30 pairs one and a half times, four in a step
-    assert [step["step"] for step in steps_of(tmp_path / "run")] == list(range(1, 13))
+    assert [step["step"] for step in steps_of(tmp_path / "run")] == list(
+        range(1, 13)
+    )
     said = capsys.readouterr()
     assert "epochs = 1.5: 12 steps" in said.out + said.err
     assert "none of 60 documents" in said.out

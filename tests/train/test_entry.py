@@ -27,7 +27,9 @@ def test_names_of_the_package_come_without_torch() -> None:
 
 def test_a_run_alone_is_two_lines(tmp_path: Path) -> None:
     outcome = train(
-        join(environment={}), small(tmp_path / "run", "layout=fp32"), quiet=True
+        join(environment={}),
+        small(tmp_path / "run", "layout=fp32"),
+        quiet=True,
     )
     assert outcome.step == 5
     trained(small(tmp_path / "same"), "fp32")
@@ -58,8 +60,14 @@ def test_a_process_group_that_is_there_is_joined_and_left_as_it_was(
     assert losses(tmp_path / "run") == losses(tmp_path / "same")
 
 
-def test_a_layout_for_other_ranks_than_there_are_is_refused(tmp_path: Path) -> None:
+def test_a_layout_for_other_ranks_than_there_are_is_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(
         LayoutError, match=r"is for 4 ranks, and there are 1.*train\.fallback"
     ):
-        train(join(environment={}), small(tmp_path / "run", "layout=dp4"), quiet=True)
+        train(
+            join(environment={}),
+            small(tmp_path / "run", "layout=dp4"),
+            quiet=True,
+        )

@@ -29,13 +29,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run on a text of which a part is held out."""
     folder = tmp_path_factory.mktemp("trained")
     source = folder / "lines.jsonl"
-    rows = [json.dumps({"text": f"line {n} of {n * n}\n" * 4}) for n in range(60)]
+    rows = [
+        json.dumps({"text": f"line {n} of {n * n}\n" * 4}) for n in range(60)
+    ]
     source.write_text("\n".join(rows))
     tokens = f"{folder}/tokens"
     assert main(["data", "prepare", str(source), "--out", tokens]) == 0
     sizes = [MODEL, "steps=3", "batch=8", "sequence=32", "optimizer.lr=0.03"]
-    words = [*sizes, f"data={tokens}", "validation.batches=99", f"out={folder}/run"]
-    assert main(["train", *words, "layout=dp2 zero2", "--backend", "threads"]) == 0
+    words = [
+        *sizes,
+        f"data={tokens}",
+        "validation.batches=99",
+        f"out={folder}/run",
+    ]
+    assert (
+        main(["train", *words, "layout=dp2 zero2", "--backend", "threads"])
+        == 0
+    )
     return folder / "run"
 
 
@@ -69,11 +79,15 @@ def test_the_loss_on_a_text_is_that_of_transformers(
     for row in rows:
         tokens = list(row.encode())
         chances = log_probabilities(model, tokens)
-        nats -= sum(float(chances[n - 1, tokens[n]]) for n in range(1, len(tokens)))
+        nats -= sum(
+            float(chances[n - 1, tokens[n]]) for n in range(1, len(tokens))
+        )
         count += len(tokens) - 1
     assert found["tokens"] == count
     assert found["loss"] == pytest.approx(nats / count, rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(
+        math.exp(nats / count), rel=1e-5
+    )
     bits = nats / count / math.log(2)  # a token is a byte
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
 
@@ -86,7 +100,9 @@ def test_without_data_it_is_the_loss_that_the_run_has_validated(
     (last,) = [r for r in records if r["event"] == "validation"]
     found = evaluated(capsys, trained)
     assert found["loss"] == pytest.approx(last["loss"], rel=1e-6)
-    assert found["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(
+        last["bits_per_byte"], rel=1e-6
+    )
     trained_on = evaluated(capsys, trained, "--split", "train")
     assert trained_on["tokens"] > 5 * found["tokens"]
 
@@ -159,7 +175,9 @@ def test_a_continuation_has_the_log_probability_of_transformers(
     assert found[1][0] == pytest.approx(float(chances[4].max()), rel=1e-5)
 
 
-def test_a_prompt_is_continued_up_to_the_end_that_a_task_names(trained: Path) -> None:
+def test_a_prompt_is_continued_up_to_the_end_that_a_task_names(
+    trained: Path,
+) -> None:
     model = harness_model(trained)
     (whole,) = model.generate_until([request("line 3", {"max_gen_toks": 6})])
     assert len(whole) == 6
@@ -169,7 +187,9 @@ def test_a_prompt_is_continued_up_to_the_end_that_a_task_names(trained: Path) ->
     assert cut == whole[: whole.index(end)]
 
 
-def test_the_harness_asks_for_no_more_than_the_model_has(trained: Path) -> None:
+def test_the_harness_asks_for_no_more_than_the_model_has(
+    trained: Path,
+) -> None:
     lm_eval = pytest.importorskip("lm_eval.api.model")
     template = lm_eval.TemplateLM
     assert set(template.__abstractmethods__) == WANTED

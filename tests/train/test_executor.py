@@ -72,7 +72,10 @@ F64 = Precision(torch.float64, torch.float64, torch.float64)
 
 
 def performer_of(
-    world: World, layout: Layout, program: Program | None = None, **options: object
+    world: World,
+    layout: Layout,
+    program: Program | None = None,
+    **options: object,
 ) -> tuple[Executor, list[dict[str, torch.Tensor]]]:
     model = build_model(GQA)
     program = program or program_of(model, layout)
@@ -96,7 +99,9 @@ def in_8_bits_with_another_program(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_program_without_scales_is_refused_where_matrices_travel_in_8_bits() -> None:
+def test_a_program_without_scales_is_refused_where_matrices_travel_in_8_bits() -> (
+    None
+):
     for text in launch(in_8_bits_with_another_program, 2, backend="threads"):
         assert "(M) of the units [] in the program" in text
         assert "the units [1, 2, 3, 4] travel in 8 bits" in text
@@ -129,21 +134,27 @@ def products(world: World, layout: Layout) -> int:
     return counter.count
 
 
-def test_input_and_weight_gradients_apart_multiply_no_more_than_together() -> None:
+def test_input_and_weight_gradients_apart_multiply_no_more_than_together() -> (
+    None
+):
     whole = launch(products, 2, Layout.parse("pp2 1f1b:3"), backend="threads")
     apart = launch(products, 2, Layout.parse("pp2 zb-h1:3"), backend="threads")
     assert apart == whole
     assert min(whole) > 0
 
 
-def step_of(world: World, layout: Layout, program: Program | None) -> StepResult:
+def step_of(
+    world: World, layout: Layout, program: Program | None
+) -> StepResult:
     performer, own = performer_of(world, layout, program)
     result = performer.step(own, 1e-3)
     world.clear()
     return result
 
 
-def test_a_program_from_an_edited_file_trains_as_the_one_it_came_from() -> None:
+def test_a_program_from_an_edited_file_trains_as_the_one_it_came_from() -> (
+    None
+):
     layout = Layout.parse("pp2 1f1b:3")
     text = str(program_of(build_model(GQA), layout))
     # Somebody lets the first stage run one forward further ahead.
@@ -183,18 +194,23 @@ def test_a_timeline_holds_every_operation_of_the_row_once() -> None:
     assert sum(map(len, tracks.values())) > 100
     for times in tracks.values():
         for (start, end), (start2, end2) in combinations(sorted(times), 2):
-            assert start2 >= end - 1e-6 or (start <= start2 and end2 <= end + 1e-6)
+            assert start2 >= end - 1e-6 or (
+                start <= start2 and end2 <= end + 1e-6
+            )
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", "no", '{"phalanx run": 1, "program": "x", "spans": []}']
+    "text",
+    ["{}", "[]", "no", '{"phalanx run": 1, "program": "x", "spans": []}'],
 )
 def test_a_file_that_is_no_run_is_refused(text: str) -> None:
     with pytest.raises(ProgramError):
         Recorded.parse(text)
 
 
-def overflowing(world: World, layout: Layout) -> tuple[list[float | None], bool, float]:
+def overflowing(
+    world: World, layout: Layout
+) -> tuple[list[float | None], bool, float]:
     scaling = LossScale(2.0**24)
     performer, own = performer_of(
         world, layout, precision=precision_of("fp16"), scaling=scaling
@@ -214,7 +230,9 @@ def overflowing(world: World, layout: Layout) -> tuple[list[float | None], bool,
 def test_float16_overflow_skips_the_step_alike_on_all_ranks_and_halves_the_scale() -> (
     None
 ):
-    told = launch(overflowing, 4, Layout.parse("dp2 tp2 zero1"), backend="threads")
+    told = launch(
+        overflowing, 4, Layout.parse("dp2 tp2 zero1"), backend="threads"
+    )
     norms, same, scale = told[0]
     assert len(norms) > 1
     assert same
@@ -244,24 +262,39 @@ def test_a_rank_that_fails_mid_step_ends_all_with_the_operation_each_was_at(
 ) -> None:
     backend = "threads" if how == "raises" else "gloo"
     with pytest.raises(RankFailed) as failed:
-        launch(dying, 2, Layout.parse("pp2 1f1b:3"), how, backend=backend, timeout=20)
+        launch(
+            dying,
+            2,
+            Layout.parse("pp2 1f1b:3"),
+            how,
+            backend=backend,
+            timeout=20,
+        )
     said = str(failed.value)
     if how == "raises":
         assert "a cosmic ray" in said
         assert "rank 1 was at 5B0" in said
-    assert re.search(r"Rank 0 was at \d[A-Z]\d", said)  # how far it came is chance
+    assert re.search(
+        r"Rank 0 was at \d[A-Z]\d", said
+    )  # how far it came is chance
 
 
 def deaf(world: World, layout: Layout) -> None:
     performer, own = performer_of(world, layout)
     if world.rank == 1:
-        performer.handlers[">"] = lambda op: None  # a message that is never sent
+        performer.handlers[">"] = lambda op: (
+            None
+        )  # a message that is never sent
     performer.step(own, 1e-3)
 
 
-def test_a_message_that_never_comes_ends_in_the_names_of_those_who_wait() -> None:
+def test_a_message_that_never_comes_ends_in_the_names_of_those_who_wait() -> (
+    None
+):
     with pytest.raises(RankFailed, match="Rank 0 was at 2B0"):
-        launch(deaf, 2, Layout.parse("pp2 1f1b:3"), backend="threads", timeout=2)
+        launch(
+            deaf, 2, Layout.parse("pp2 1f1b:3"), backend="threads", timeout=2
+        )
 
 
 def losses(world: World, optimizer: Sgd | AdamW) -> list[float]:

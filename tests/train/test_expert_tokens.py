@@ -24,13 +24,18 @@ def routing(out: Path, layout: str) -> list[list[int]]:
 
 
 def test_a_router_counts_what_it_chooses() -> None:
-    shape = Shape.of({"layers": 1, "hidden": 8, "vocab": 9, "experts": 5, "top_k": 2})
-    router = next(x for x in decoder_of(shape).modules() if isinstance(x, Router))
+    shape = Shape.of(
+        {"layers": 1, "hidden": 8, "vocab": 9, "experts": 5, "top_k": 2}
+    )
+    router = next(
+        x for x in decoder_of(shape).modules() if isinstance(x, Router)
+    )
     torch.nn.init.normal_(router.weight)
     router.tally = torch.zeros(5, dtype=torch.int64)
     chosen = router(torch.randn(3, 7, 8)).chosen
     assert (
-        router.tally.tolist() == torch.bincount(chosen.flatten(), minlength=5).tolist()
+        router.tally.tolist()
+        == torch.bincount(chosen.flatten(), minlength=5).tolist()
     )
     valid = torch.rand(3, 7) < 0.5  # the others pad
     router.tally.zero_()

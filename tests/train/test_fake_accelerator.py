@@ -26,7 +26,9 @@ RUNS = [
     for precision in ("fp32", "fp16")
     for optimizer in ("adamw", "sgd", "muon")
 ]
-WRONG = [("accum:2", "fp32", wrong, "adamw") for wrong in ("Reading", "Mixing")]
+WRONG = [
+    ("accum:2", "fp32", wrong, "adamw") for wrong in ("Reading", "Mixing")
+]
 PACKED = [
     (layout, precision, "packed Executor", "adamw")
     for layout in ("", "tp2", "cp2", "cp2:ulysses", "recompute:selective")
@@ -88,9 +90,13 @@ def test_documents_are_kept_apart_without_masks_or_waits(
     ways = ("", "_backward")
     kernels = {f"_flash_attention_{way}" for way in ("forward", "backward")}
     if case[0] == "cp2":
-        kernels |= {f"_scaled_dot_product_flash_attention{way}" for way in ways}
+        kernels |= {
+            f"_scaled_dot_product_flash_attention{way}" for way in ways
+        }
     if case[1] == "fp32":
-        kernels = {f"_scaled_dot_product_efficient_attention{way}" for way in ways}
+        kernels = {
+            f"_scaled_dot_product_efficient_attention{way}" for way in ways
+        }
     assert {*attention} == kernels
 
 
@@ -98,7 +104,11 @@ def test_documents_are_kept_apart_without_masks_or_waits(
 def test_gradients_of_16_bits_are_added_in_float32_as_they_are_computed(
     layout: str, results: dict[tuple[str, ...], Any]
 ) -> None:
-    products = {"mm.dtype_out"} if layout == "" else {"mm.dtype_out", "addmm.dtype_out"}
+    products = (
+        {"mm.dtype_out"}
+        if layout == ""
+        else {"mm.dtype_out", "addmm.dtype_out"}
+    )
     assert {*results[layout, "bf16", "Executor", "adamw"][3]} == products
 
 

@@ -46,7 +46,11 @@ from phalanx.parallel import (
     transformers_frame,
 )
 from phalanx.train import checkpoint_exchange, checkpoint_load
-from phalanx.train.checkpoint_exchange import HubReader, export_weights, import_weights
+from phalanx.train.checkpoint_exchange import (
+    HubReader,
+    export_weights,
+    import_weights,
+)
 from phalanx.train.checkpoint_format import (
     CheckpointError,
     read_manifest,
@@ -76,19 +80,27 @@ def ours(folder: Path, **changed: Any) -> Any:
     name = f"hf:{folder}"
     code = bool(code_of(name)[0])
     model = (
-        load_model(name) if code else build_model(replace(Shape.load(name), **changed))
+        load_model(name)
+        if code
+        else build_model(replace(Shape.load(name), **changed))
     )
     with HubReader(folder) as reader:
-        whole = {t.name: reader.whole(t).float() for t in reader.manifest.tensors}
+        whole = {
+            t.name: reader.whole(t).float() for t in reader.manifest.tensors
+        }
     names = {parameter: name for name, parameter in model.weights.items()}
     for _, piece in model.pieces:
         for module in piece.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[key] = nn.Parameter(whole[names[parameter]])
+                    module._parameters[key] = nn.Parameter(
+                        whole[names[parameter]]
+                    )
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+                    module._buffers[key] = torch.zeros(
+                        buffer.shape, dtype=buffer.dtype
+                    )
     return model
 
 
@@ -98,23 +110,30 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
     x = pieces[0](tokens, positions)
     for block in pieces[1:-1]:
         x = block(x, positions=positions)
-    return pieces[-1].logits(x, *(() if isinstance(pieces[-1], Head) else (positions,)))
+    return pieces[-1].logits(
+        x, *(() if isinstance(pieces[-1], Head) else (positions,))
+    )
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_logits_and_loss_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_and_loss_are_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
     model = theirs(name)
     folder = saved(model, tmp_path / "hub")
     tokens, targets = batch()
     with torch.no_grad():
         wanted = model(tokens).logits
         found = logits(
-            ours(folder, **({"sequence": TIME} if name == "dynamic" else {})), tokens
+            ours(folder, **({"sequence": TIME} if name == "dynamic" else {})),
+            tokens,
         )
     assert wanted.std() > 0.1
     assert (found - wanted).abs().max() < 2e-6 * wanted.abs().max()
     losses = [
-        torch.nn.functional.cross_entropy(x.double().flatten(0, 1), targets.flatten())
+        torch.nn.functional.cross_entropy(
+            x.double().flatten(0, 1), targets.flatten()
+        )
         for x in (found, wanted)
     ]
     assert abs(losses[0] / losses[1] - 1) < 1e-6
@@ -131,8 +150,13 @@ def test_rows_of_pieces_are_the_same_from_the_shape_and_the_model_of_a_family(
     assert same_rows(shape) >= 2
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    numbers = sum(x.numel() for x in [*model.parameters(), *biases(model).values()])
-    assert sum(row.numel for row in staged_pieces(Layout(), shape).rows) == numbers
+    numbers = sum(
+        x.numel() for x in [*model.parameters(), *biases(model).values()]
+    )
+    assert (
+        sum(row.numel for row in staged_pieces(Layout(), shape).rows)
+        == numbers
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -148,17 +172,26 @@ def test_shapes_that_ship_have_as_many_numbers_as_theirs(name: str) -> None:
     assert mine == shape.total == PUBLISHED[name]
 
 
-def test_weights_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_weights_in_mxfp4_are_what_transformers_makes_of_them(
+    tmp_path: Path,
+) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     model = theirs("gpt_oss", intermediate_size=64)
     table = {name: x.detach() for name, x in model.state_dict().items()}
     draw, known = torch.Generator().manual_seed(4), dict[str, Tensor]()
-    for name in [n for n in table if n.endswith(("gate_up_proj", "down_proj"))]:
+    for name in [
+        n for n in table if n.endswith(("gate_up_proj", "down_proj"))
+    ]:
         experts, into, out = table.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, out, into // 32, 16), generator=draw)
+        blocks = torch.randint(
+            0, 256, (experts, out, into // 32, 16), generator=draw
+        )
         scales = torch.randint(118, 126, blocks.shape[:-1], generator=draw)
-        table[f"{name}_blocks"], table[f"{name}_scales"] = blocks.byte(), scales.byte()
+        table[f"{name}_blocks"], table[f"{name}_scales"] = (
+            blocks.byte(),
+            scales.byte(),
+        )
         known[name] = convert_moe_packed_tensors(blocks.byte(), scales.byte())
     model.load_state_dict(known, strict=False)
     folder = tmp_path / "hub"
@@ -175,12 +208,15 @@ def test_weights_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) ->
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(LayoutError, match="its weights are quantized"):
         Shape.load(f"hf:{folder}")
-    table["model.layers.0.mlp.experts.down_proj_scales"] = torch.zeros(5, 3, 2).byte()
+    table["model.layers.0.mlp.experts.down_proj_scales"] = torch.zeros(
+        5, 3, 2
+    ).byte()
     save_file(table, folder / "model.safetensors")
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        CheckpointError, match=r"are not mxfp4, which has \(experts, rows, n, 16\)"
+        CheckpointError,
+        match=r"are not mxfp4, which has \(experts, rows, n, 16\)",
     ):
         HubReader(folder)
 
@@ -199,7 +235,10 @@ def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
                 "params": [w for w in weights if w.dim() > 1],
                 "weight_decay": o.weight_decay,
             },
-            {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+            {
+                "params": [w for w in weights if w.dim() == 1],
+                "weight_decay": 0.0,
+            },
         ]
         update = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
         losses, counts = [], dict[str, Tensor]()
@@ -224,7 +263,9 @@ def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
             for name, count in counts.items():
                 above = count * len(count) - count.sum()
                 router = wide.get_submodule(name)
-                router.e_score_correction_bias -= run.shape.balance_rate * above.sign()
+                router.e_score_correction_bias -= (
+                    run.shape.balance_rate * above.sign()
+                )
             losses.append(float(loss.detach()))
     weights = {name: x.detach() for name, x in wide.named_parameters()}
     return losses, weights | biases(wide)
@@ -234,7 +275,9 @@ def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "tokens.bin"
     draw = torch.Generator().manual_seed(3)
-    torch.randint(0, VOCAB, (4000,), generator=draw).numpy().astype("<u2").tofile(path)
+    torch.randint(0, VOCAB, (4000,), generator=draw).numpy().astype(
+        "<u2"
+    ).tofile(path)
     return path
 
 
@@ -276,7 +319,9 @@ def test_four_steps_in_three_layouts_are_those_of_transformers(
             exported, dtype=torch.float64
         )
         for key, weight in [*again.named_parameters(), *biases(again).items()]:
-            error = (weight - weights[key]).abs().max() / weights[key].abs().max()
+            error = (weight - weights[key]).abs().max() / weights[
+                key
+            ].abs().max()
             assert error < 1e-9, (layout, key, error)
             moved = (weights[key] - model.state_dict()[key]).abs().max()
             assert moved >= run.shape.balance_rate, "it was trained"
@@ -320,7 +365,9 @@ def test_a_bias_that_balances_keeps_its_digits_in_an_export_of_16_bits(
         assert torch.equal(biases(again)[name], bias)
 
 
-def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_blocks_that_predict_further_tokens_are_left_out(
+    tmp_path: Path,
+) -> None:
     model = theirs("deepseek_v3")
     state = {n: x.clone() for n, x in model.state_dict().items()}
     more = {
@@ -331,7 +378,9 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     model.save_pretrained(tmp_path / "hub", state_dict=state | more)
     found = logits(ours(tmp_path / "hub"), batch()[0])
     with torch.no_grad():
-        assert (found - model(batch()[0]).logits).abs().max() < 2e-6 * found.abs().max()
+        assert (
+            found - model(batch()[0]).logits
+        ).abs().max() < 2e-6 * found.abs().max()
 
 
 def test_a_rank_reads_the_bytes_that_it_keeps(
@@ -365,11 +414,16 @@ def tokenizer(folder: Path) -> None:
     """Words, and a token that closes a text."""
     words = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(VOCAB - 3))]
     made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "<unk>")
+        tokenizers.models.WordLevel(
+            {word: n for n, word in enumerate(words)}, "<unk>"
+        )
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     ).save_pretrained(folder)
 
 
@@ -381,7 +435,8 @@ def test_one_line_from_a_folder_to_training_and_back(
     tokenizer(folder)
     draw = random.Random(0)
     texts = [
-        " ".join(f"w{draw.randrange(VOCAB - 3)}" for _ in range(30)) for _ in range(200)
+        " ".join(f"w{draw.randrange(VOCAB - 3)}" for _ in range(30))
+        for _ in range(200)
     ]
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": x}) + "\n" for x in texts)
@@ -403,25 +458,37 @@ def test_one_line_from_a_folder_to_training_and_back(
     same = rows["documents"].unsqueeze(-1) == rows["documents"].unsqueeze(-2)
     both = same.tril(), same.tril().triu(-5)  # a window of 6
     masks = [
-        torch.zeros(x.shape).masked_fill(~x, -torch.inf).unsqueeze(1) for x in both
+        torch.zeros(x.shape).masked_fill(~x, -torch.inf).unsqueeze(1)
+        for x in both
     ]
     with torch.no_grad():
         scores = model(
             rows["tokens"], position_ids=rows["positions"],
             attention_mask=dict(zip(("full_attention", "sliding_attention"), masks, strict=True)),
         ).logits  # fmt: skip
-    loss = nn.functional.cross_entropy(scores.flatten(0, 1), rows["targets"].flatten())
-    step = next(r for r in read_journal(out / "metrics.jsonl") if r["event"] == "step")
+    loss = nn.functional.cross_entropy(
+        scores.flatten(0, 1), rows["targets"].flatten()
+    )
+    step = next(
+        r for r in read_journal(out / "metrics.jsonl") if r["event"] == "step"
+    )
     assert step["loss"] == pytest.approx(float(loss), rel=1e-5)
     # And back: what transformers loads, with its tokenizer.
-    assert main(["checkpoint", "export", str(out), "--to", str(tmp_path / "new")]) == 0
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
+    assert (
+        main(["checkpoint", "export", str(out), "--to", str(tmp_path / "new")])
+        == 0
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "new"
+    ).eval()
     assert again.config.max_position_embeddings == 32
     assert again.config.eos_token_id == 2
     probe, _ = batch()
     with torch.no_grad():
         wanted = model(probe).logits
-        assert (again(probe).logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
+        assert (
+            again(probe).logits - wanted
+        ).abs().max() < 1e-5 * wanted.abs().max()
     words_of = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
     assert words_of("w3 w4")["input_ids"] == [6, 7]
     assert words_of.eos_token == "</s>"
@@ -450,7 +517,12 @@ def test_a_run_of_transformers_own_code_is_compared_by_its_own_loop(
     folder = saved(theirs("granite"), tmp_path / "hub")
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    words = ["verify", f"model=hf:{folder}", "layout=dp2 tp2 seq zero1", "batch=4"]
+    words = [
+        "verify",
+        f"model=hf:{folder}",
+        "layout=dp2 tp2 seq zero1",
+        "batch=4",
+    ]
     assert main([*words, "sequence=16", "steps=10", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["passed"] == 2
@@ -458,11 +530,19 @@ def test_a_run_of_transformers_own_code_is_compared_by_its_own_loop(
 
 
 def test_a_run_of_transformers_code_that_is_too_large_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = saved(theirs("granite"), tmp_path / "hub")
     monkeypatch.setattr(host, "available_memory", lambda: 1.0)
-    words = ["verify", f"model=hf:{folder}", "layout=dp2", "batch=4", "sequence=16"]
+    words = [
+        "verify",
+        f"model=hf:{folder}",
+        "layout=dp2",
+        "batch=4",
+        "sequence=16",
+    ]
     assert main([*words, "steps=10"]) == 2
     assert "a folder whose config.json has fewer" in capsys.readouterr().err
 
@@ -495,7 +575,9 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
     def scaled(self: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         return 1.01 * embedded(self, tokens, positions)
 
-    monkeypatch.setattr(transformers_frame.TransformersEmbed, "forward", scaled)
+    monkeypatch.setattr(
+        transformers_frame.TransformersEmbed, "forward", scaled
+    )
     train = [
         "train",
         f"model={name}",
@@ -520,9 +602,13 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
 def test_pieces_compute_what_the_whole_model_of_transformers_does(
     name: str, tmp_path: Path
 ) -> None:
-    whole = described_whole(load_model(f"hf:{saved(theirs(name), tmp_path / 'hub')}"))
+    whole = described_whole(
+        load_model(f"hf:{saved(theirs(name), tmp_path / 'hub')}")
+    )
     assert whole is not None
-    assert [*whole.parts] == [*range(1, len(whole.parts) + 1)], "each block is compared"
+    assert [*whole.parts] == [*range(1, len(whole.parts) + 1)], (
+        "each block is compared"
+    )
 
 
 # ---- folders from elsewhere
@@ -540,7 +626,10 @@ def pickled(folder: Path) -> None:
 
 def with_code(folder: Path) -> None:
     table = json.loads((folder / "config.json").read_text())
-    table |= {"model_type": "hostile", "auto_map": {"AutoConfig": "hostile.Config"}}
+    table |= {
+        "model_type": "hostile",
+        "auto_map": {"AutoConfig": "hostile.Config"},
+    }
     (folder / "config.json").write_text(json.dumps(table))
 
 
@@ -550,8 +639,14 @@ def with_header(change: Any) -> Any:
         content = path.read_bytes()
         length = int.from_bytes(content[:8], "little")
         header = change(json.loads(content[8 : 8 + length]))
-        text = header if isinstance(header, bytes) else json.dumps(header).encode()
-        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        text = (
+            header
+            if isinstance(header, bytes)
+            else json.dumps(header).encode()
+        )
+        path.write_bytes(
+            len(text).to_bytes(8, "little") + text + content[8 + length :]
+        )
 
     return write
 
@@ -560,7 +655,9 @@ def overlapping(header: dict[str, Any]) -> dict[str, Any]:
     names = [name for name in header if name != "__metadata__"]
     for name in names[1:]:
         header[name]["data_offsets"] = header[names[0]]["data_offsets"]
-        header[name] |= {key: header[names[0]][key] for key in ("shape", "dtype")}
+        header[name] |= {
+            key: header[names[0]][key] for key in ("shape", "dtype")
+        }
     return header
 
 

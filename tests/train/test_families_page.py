@@ -18,10 +18,14 @@ SOME = ("granite", "glm", "stablelm", "bert", "gptj", "lfm2")
         for n in families.FAMILIES
     ],
 )
-def test_the_page_says_what_is_left_whole_or_why_it_is_refused(name: str) -> None:
+def test_the_page_says_what_is_left_whole_or_why_it_is_refused(
+    name: str,
+) -> None:
     fits, text = families.described(name)
     (line,) = (
-        each for each in PAGE.splitlines() if each.startswith(families.row(name, text))
+        each
+        for each in PAGE.splitlines()
+        if each.startswith(families.row(name, text))
     )
     assert (line.count("|") == 4) == fits
     if fits:

@@ -15,7 +15,9 @@ assert not loaded, loaded
 """
 
 
-def test_a_first_step_loads_neither_sympy_nor_torchs_compiler(tmp_path: Path) -> None:
+def test_a_first_step_loads_neither_sympy_nor_torchs_compiler(
+    tmp_path: Path,
+) -> None:
     # They take 0.3 and 2 seconds of every rank's start. Only the memory estimate of a shape that
     # was never costed on this machine needs them, for torch's meta device: this start leaves its costs.
     assert (
@@ -31,6 +33,8 @@ def test_a_first_step_loads_neither_sympy_nor_torchs_compiler(tmp_path: Path) ->
         == 0
     )
     done = subprocess.run(
-        [sys.executable, "-c", CODE, tmp_path / "run"], capture_output=True, text=True
+        [sys.executable, "-c", CODE, tmp_path / "run"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr

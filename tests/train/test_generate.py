@@ -24,7 +24,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 # Dynamic rope: its angles depend on the length of the whole sequence, which grows here.
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "dynamic"])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name != "dynamic"]
+)
 def test_logits_of_one_token_at_a_time_are_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
@@ -35,16 +37,22 @@ def test_logits_of_one_token_at_a_time_are_those_of_transformers(
     tokens = torch.randint(vocabulary, (2, 14), generator=draw)
     with torch.no_grad():
         wanted = model(tokens).logits
-    parts = [generator.logits(part) for part in torch.split(tokens, [5, *[1] * 9], 1)]
+    parts = [
+        generator.logits(part)
+        for part in torch.split(tokens, [5, *[1] * 9], 1)
+    ]
     found = torch.cat(parts, 1)
     assert wanted.std() > 0.1
     assert (found - wanted).abs().max() < 4e-6 * wanted.abs().max()
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "gpt_oss"]
+    "name",
+    ["gpt2", "llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "gpt_oss"],
 )
-def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
     if name not in FAMILIES:
         name = next(each for each in FAMILIES if each.startswith(name))
     model = theirs(name)
@@ -52,7 +60,9 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, **options)
     wanted = whole[0, len(PROMPT) :].tolist()
-    assert [token for (token,) in generator.generate(PROMPT, 6, GREEDY)] == wanted
+    assert [
+        token for (token,) in generator.generate(PROMPT, 6, GREEDY)
+    ] == wanted
 
 
 def probabilities(sampling: Sampling, *shares: float) -> list[float]:
@@ -66,17 +76,21 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens() -> None:
     assert probabilities(Sampling(top_k=2), *shares) == pytest.approx(of_two)
     assert probabilities(Sampling(top_p=0.7), *shares) == pytest.approx(of_two)
     # 0.5 is reached by the first token alone, and a little more is not.
-    assert probabilities(Sampling(top_p=0.5), *shares) == pytest.approx([0, 1, 0, 0])
-    assert probabilities(Sampling(top_p=0.51), *shares) == pytest.approx(of_two)
+    assert probabilities(Sampling(top_p=0.5), *shares) == pytest.approx(
+        [0, 1, 0, 0]
+    )
+    assert probabilities(Sampling(top_p=0.51), *shares) == pytest.approx(
+        of_two
+    )
     assert probabilities(Sampling(), *shares) == pytest.approx(shares)
 
 
 def test_a_temperature_sharpens_and_zero_takes_the_likeliest() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(4000, -1)
     cold = Sampling(temperature=0.5)
-    drawn = torch.bincount(cold.choose(logits, cold.generator()), minlength=3) / len(
-        logits
-    )
+    drawn = torch.bincount(
+        cold.choose(logits, cold.generator()), minlength=3
+    ) / len(logits)
     wanted = (logits[0] / 0.5).softmax(-1)
     assert (drawn - wanted).abs().max() < 0.03
     assert Sampling(temperature=0).choose(
@@ -85,7 +99,8 @@ def test_a_temperature_sharpens_and_zero_takes_the_likeliest() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
+    "wrong",
+    [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}],
 )
 def test_terms_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(GenerateError, match=next(iter(wrong))):
@@ -93,20 +108,29 @@ def test_terms_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 
 
 def test_rows_end_with_an_end_token_and_repeat_it(tmp_path: Path) -> None:
-    generator = open_generator(f"hf:{saved(theirs('llama'), tmp_path / 'hub')}")
+    generator = open_generator(
+        f"hf:{saved(theirs('llama'), tmp_path / 'hub')}"
+    )
     free = list(generator.generate(PROMPT, 12, Sampling(seed=3), rows=3))
     end = free[2][0]
-    ended = list(generator.generate(PROMPT, 12, Sampling(seed=3), rows=3, ends={end}))
+    ended = list(
+        generator.generate(PROMPT, 12, Sampling(seed=3), rows=3, ends={end})
+    )
     for row in range(3):
         tokens = [step[row] for step in ended]
         if end in tokens:
             first = tokens.index(end)
             assert set(tokens[first:]) == {end}
-            assert tokens[: first + 1] == [step[row] for step in free][: first + 1]
+            assert (
+                tokens[: first + 1]
+                == [step[row] for step in free][: first + 1]
+            )
     assert [step[0] for step in ended].index(end) <= 2
 
 
-def test_what_cannot_be_continued_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_what_cannot_be_continued_is_refused_with_a_way_out(
+    tmp_path: Path,
+) -> None:
     generator = open_generator(f"hf:{saved(theirs('gpt2'), tmp_path / 'hub')}")
     longest = generator.longest
     assert longest is not None
@@ -148,10 +172,16 @@ def test_a_run_in_several_parts_is_sampled_with_its_own_tokens(
         "validation.batches=0",
         f"out={tmp_path}",
     ]
-    assert main(["train", *words, "layout=dp2 tp2 zero3", "--backend", "threads"]) == 0
+    assert (
+        main(["train", *words, "layout=dp2 tp2 zero3", "--backend", "threads"])
+        == 0
+    )
     capsys.readouterr()
     options = ["--tokens", "6", "--temperature", "0"]
-    assert main(["sample", str(tmp_path), "--prompt", "de", "--json", *options]) == 0
+    assert (
+        main(["sample", str(tmp_path), "--prompt", "de", "--json", *options])
+        == 0
+    )
     figures = json.loads(capsys.readouterr().out)
     generator = open_generator(figures["source"])
     tokens = [token for (token,) in generator.generate(list(b"de"), 6, GREEDY)]
@@ -183,20 +213,36 @@ def test_a_run_writes_what_transformers_writes_with_its_weights(
     model = "model={layers=2,hidden=16,heads=2,ffn=32,vocab=256}"
     sizes = ["steps=3", "batch=4", "sequence=16", "optimizer.lr=0.03"]
     texts = ["sample.every=2", "sample.prompt=de", "sample.tokens=5"]
-    words = [model, *sizes, *texts, "sample.temperature=0", "validation.batches=0"]
+    words = [
+        model,
+        *sizes,
+        *texts,
+        "sample.temperature=0",
+        "validation.batches=0",
+    ]
     out = tmp_path / "run"
     named = [f"out={out}", f"layout={layout}", "--backend", "threads"]
     assert main(["train", *words, *named]) == 0
     shown = capsys.readouterr().out
     found = sampled(out)
     assert [record["step"] for record in found] == [2, 3]
-    assert main(["checkpoint", "export", str(out), "--to", str(tmp_path / "hub")]) == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    assert (
+        main(["checkpoint", "export", str(out), "--to", str(tmp_path / "hub")])
+        == 0
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hub"
+    )
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompt = torch.tensor([list(b"de")])
-    tokens = theirs.generate(prompt, max_new_tokens=5, **options)[0, 2:].tolist()
+    tokens = theirs.generate(prompt, max_new_tokens=5, **options)[
+        0, 2:
+    ].tolist()
     assert found[-1]["text"] == Bytes().decode(tokens)
-    assert f"step 3  writes {json.dumps('de' + Bytes().decode(tokens))}"[:40] in shown
+    assert (
+        f"step 3  writes {json.dumps('de' + Bytes().decode(tokens))}"[:40]
+        in shown
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +269,12 @@ def test_a_run_on_tokens_of_an_unknown_tokenizer_is_refused(
 ) -> None:
     (tmp_path / "tokens.bin").write_bytes(bytes(4000))
     model = "model={layers=1,hidden=16,heads=2,ffn=32,vocab=256}"
-    words = [f"data={tmp_path}/tokens.bin", "batch=2", "sequence=16", "sample.every=1"]
+    words = [
+        f"data={tmp_path}/tokens.bin",
+        "batch=2",
+        "sequence=16",
+        "sample.every=1",
+    ]
     named = [f"out={tmp_path}/run", "--backend", "threads"]
     assert main(["train", model, *words, *named]) == 2
     assert "sample.tokenizer = FOLDER" in capsys.readouterr().err

@@ -12,7 +12,13 @@ pytestmark = pytest.mark.long_file
 
 
 def _killed(
-    out: Path, layout: str, asynchronous: bool, *, kills: int, in_save: int, seed: int
+    out: Path,
+    layout: str,
+    asynchronous: bool,
+    *,
+    kills: int,
+    in_save: int,
+    seed: int,
 ) -> Campaign:
     """So many kills, and of them so many inside a save: a save that was begun and left proves it."""
     run = Campaign(out, layout, asynchronous, seed)
@@ -38,7 +44,9 @@ def _killed(
 def test_a_kill_inside_a_save_leaves_a_run_that_ends_bit_for_bit_as_one_undisturbed(
     layout: str, asynchronous: bool, tmp_path: Path
 ) -> None:
-    run = _killed(tmp_path / "run", layout, asynchronous, kills=1, in_save=1, seed=1)
+    run = _killed(
+        tmp_path / "run", layout, asynchronous, kills=1, in_save=1, seed=1
+    )
     assert run.killed_in_save >= 1
 
 
@@ -64,12 +72,21 @@ def test_ranks_that_are_killed_again_and_again_before_a_save_start_as_often_as_t
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, asynchronous, kills, in_save",
-    [("dp2 zero2", False, 10, 4), ("tp2", False, 10, 3), ("pp2 1f1b:2", True, 10, 4)],
+    [
+        ("dp2 zero2", False, 10, 4),
+        ("tp2", False, 10, 3),
+        ("pp2 1f1b:2", True, 10, 4),
+    ],
 )
 def test_thirty_kills_never_cost_more_than_an_interval(
     layout: str, asynchronous: bool, kills: int, in_save: int, tmp_path: Path
 ) -> None:
     run = _killed(
-        tmp_path / "run", layout, asynchronous, kills=kills, in_save=in_save, seed=7
+        tmp_path / "run",
+        layout,
+        asynchronous,
+        kills=kills,
+        in_save=in_save,
+        seed=7,
     )
     assert run.killed >= kills

@@ -85,7 +85,9 @@ def begin() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def _tree(pid: int) -> list[int]:
     with suppress(OSError):
-        return [each for child in _children(pid) for each in (child, *_tree(child))]
+        return [
+            each for child in _children(pid) for each in (child, *_tree(child))
+        ]
     return []
 
 
@@ -100,7 +102,10 @@ def test_a_second_run_is_refused_at_once_and_the_first_goes_on(
     ):
         assert main(["train", *SMALL, LONG, "layout=fp32", *where]) == 2
         said = capsys.readouterr().err
-        assert f"host {socket.gethostname()!r}, process {first.pid}, since '20" in said
+        assert (
+            f"host {socket.gethostname()!r}, process {first.pid}, since '20"
+            in said
+        )
         assert "write another `out`" in said
     assert not (out / "STOP").exists()
     newest = steps(out / "checkpoints")[0]
@@ -108,7 +113,9 @@ def test_a_second_run_is_refused_at_once_and_the_first_goes_on(
     assert len(records(out, "start")) == 1
     first.send_signal(signal.SIGTERM)
     assert first.wait(60) == 75
-    assert [verify_checkpoint(path) for path in steps(out / "checkpoints")] == [[], []]
+    assert [
+        verify_checkpoint(path) for path in steps(out / "checkpoints")
+    ] == [[], []]
 
 
 def test_a_stopped_rank_goes_with_its_launcher_and_frees_the_folder(
@@ -136,7 +143,9 @@ def test_rank_0_holds_the_folder_where_no_launcher_does(
         trained(small(out), layout)
     assert f"process {os.getpid()}" in str(refused.value)
     if isinstance(refused.value, RankFailed):
-        assert all("RunLocked" in report.error for report in refused.value.reports)
+        assert all(
+            "RunLocked" in report.error for report in refused.value.reports
+        )
     assert not (out / "metrics.jsonl").exists()
     trained(small(out, "steps=1"), layout)
 
@@ -146,14 +155,18 @@ def _racer(folder: Path, go: Event, results: Any) -> None:
     try:
         with hold_run(folder):
             inside = folder / "inside"
-            descriptor = os.open(inside, os.O_CREAT | os.O_EXCL)  # fails if two are in
+            descriptor = os.open(
+                inside, os.O_CREAT | os.O_EXCL
+            )  # fails if two are in
             time.sleep(0.05)
             os.close(descriptor)
             inside.unlink()
         results.put("in")
     except RunLocked as error:
         results.put(
-            "refused" if "process" in str(error) or "just begun" in str(error) else "?"
+            "refused"
+            if "process" in str(error) or "just begun" in str(error)
+            else "?"
         )
     except BaseException as error:
         results.put(repr(error))
@@ -189,13 +202,18 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     process = context.Process(target=_holder, args=(tmp_path, ready))
     process.start()
     ready.wait(30)
-    with pytest.raises(RunLocked, match=f"process {process.pid}"), hold_run(tmp_path):
+    with (
+        pytest.raises(RunLocked, match=f"process {process.pid}"),
+        hold_run(tmp_path),
+    ):
         pass
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     with hold_run(tmp_path):
-        assert json.loads((tmp_path / lock.RUN).read_text())["pid"] == os.getpid()
+        assert (
+            json.loads((tmp_path / lock.RUN).read_text())["pid"] == os.getpid()
+        )
 
 
 def _rank(folder: Path, ready: Event) -> None:
@@ -225,11 +243,21 @@ def test_a_rank_holds_the_folder_by_itself(
         pass
 
 
-def test_an_empty_or_foreign_lock_file_means_nothing_by_itself(tmp_path: Path) -> None:
-    for text in ("", "{", '{"host": "elsewhere", "pid": 1, "since": "x"}', "[1]"):
+def test_an_empty_or_foreign_lock_file_means_nothing_by_itself(
+    tmp_path: Path,
+) -> None:
+    for text in (
+        "",
+        "{",
+        '{"host": "elsewhere", "pid": 1, "since": "x"}',
+        "[1]",
+    ):
         (tmp_path / lock.RUN).write_text(text)
         with hold_run(tmp_path):
-            assert json.loads((tmp_path / lock.RUN).read_text())["pid"] == os.getpid()
+            assert (
+                json.loads((tmp_path / lock.RUN).read_text())["pid"]
+                == os.getpid()
+            )
 
 
 def test_where_there_are_no_locks_a_file_holds_the_folder(
@@ -242,7 +270,12 @@ def test_where_there_are_no_locks_a_file_holds_the_folder(
     refused = pytest.raises(
         RunLocked, match=rf"process {os.getpid()}.*remove .*run\.held"
     )
-    with hold_run(tmp_path), hold_as_rank(tmp_path), refused, hold_run(tmp_path):
+    with (
+        hold_run(tmp_path),
+        hold_as_rank(tmp_path),
+        refused,
+        hold_run(tmp_path),
+    ):
         pass
     assert not (tmp_path / lock.HELD).exists()
     gone = subprocess.Popen(["true"])
@@ -251,18 +284,27 @@ def test_where_there_are_no_locks_a_file_holds_the_folder(
     (tmp_path / lock.HELD).write_text(json.dumps(left))
     with hold_run(tmp_path):  # its process is gone
         pass
-    (tmp_path / lock.HELD).write_text(json.dumps({**left, "host": "elsewhere"}))
-    with pytest.raises(RunLocked, match="host 'elsewhere'"), hold_run(tmp_path):
+    (tmp_path / lock.HELD).write_text(
+        json.dumps({**left, "host": "elsewhere"})
+    )
+    with (
+        pytest.raises(RunLocked, match="host 'elsewhere'"),
+        hold_run(tmp_path),
+    ):
         pass
 
 
-def test_a_host_that_does_not_see_the_run_s_folder_is_named(tmp_path: Path) -> None:
+def test_a_host_that_does_not_see_the_run_s_folder_is_named(
+    tmp_path: Path,
+) -> None:
     with hold_run(tmp_path / "shared"):
         owner = owner_of(tmp_path / "shared")
         assert f"process {os.getpid()}" in owner
         assert unshared(tmp_path / "shared", owner) == ""
         with hold_run(tmp_path / "another"):
-            (tmp_path / "another" / ".run.lock").write_bytes(Owner("b", 1, "now").text)
+            (tmp_path / "another" / ".run.lock").write_bytes(
+                Owner("b", 1, "now").text
+            )
             assert "is not the folder that rank 0" in unshared(
                 tmp_path / "another", owner, 0.0
             )
@@ -299,8 +341,13 @@ def test_a_stop_file_of_an_earlier_run_is_removed_with_a_notice(
     (out / "STOP").touch()
     os.utime(out / "STOP", (1e9, 1e9))
     if command:
-        assert main(["train", *SMALL, "steps=3", "layout=dp2", f"out={out}"]) == 0
-        assert f"{out / 'STOP'} was left by an earlier run" in capfd.readouterr().out
+        assert (
+            main(["train", *SMALL, "steps=3", "layout=dp2", f"out={out}"]) == 0
+        )
+        assert (
+            f"{out / 'STOP'} was left by an earlier run"
+            in capfd.readouterr().out
+        )
     else:
         assert trained(small(out, "steps=3"), "dp2")[0].step == 3
     assert not (out / "STOP").exists()
@@ -322,7 +369,10 @@ def test_signals_that_ask_for_it_save_and_stop(
 ) -> None:
     out = tmp_path / "run"
     run = begin(out, f"layout={layout}", "checkpoint.every=7")
-    for each in [run.pid, *_children(run.pid)]:  # as a terminal does that closes
+    for each in [
+        run.pid,
+        *_children(run.pid),
+    ]:  # as a terminal does that closes
         os.kill(each, number)
     assert run.wait(60) == 75
     (stopped,) = records(out, "stop")

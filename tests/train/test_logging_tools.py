@@ -57,7 +57,9 @@ def run(
 ) -> list[str]:
     """Trains beside the tool; returns the lines about tools."""
     monkeypatch.setitem(sys.modules, "wandb", tool)
-    trained(small(out, "metrics.wandb=true", "metrics.every=1", "steps=4"), layout)
+    trained(
+        small(out, "metrics.wandb=true", "metrics.every=1", "steps=4"), layout
+    )
     tool.released.set()
     (end,) = records(out, "end")
     assert end["step"] == 4
@@ -68,7 +70,9 @@ def run(
 @pytest.mark.parametrize("layout", ["", "dp2"])
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
 @pytest.mark.parametrize(
-    "error", [OSError("no route to host"), SystemExit(3), KeyboardInterrupt()], ids=repr
+    "error",
+    [OSError("no route to host"), SystemExit(3), KeyboardInterrupt()],
+    ids=repr,
 )
 def test_a_tool_that_raises_is_named_once_and_the_run_is_as_without_it(
     call: str,
@@ -118,7 +122,9 @@ def test_a_slow_tool_gets_what_fits_its_queue_and_one_line_says_so() -> None:
     for step in range(sinks.QUEUED + 500):
         sink.put({"loss": 1.0}, step)
     assert len(sink.problems) == 1
-    assert "recorder does not keep up (init has not returned)" in sink.problems[0]
+    assert (
+        "recorder does not keep up (init has not returned)" in sink.problems[0]
+    )
     assert f"from step {sinks.QUEUED} on" in sink.problems[0]
     tool.may_begin.set()
     end_sinks([sink])
@@ -166,9 +172,21 @@ def test_a_command_ends_though_a_tool_never_finishes(
         "steps=2",
         "batch=4",
     ]
-    command = [sys.executable, "-m", "phalanx", "train", *words, f"layout={layout}"]
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        *words,
+        f"layout={layout}",
+    ]
     done = subprocess.run(
-        [*command, "metrics.wandb=true", f"out={tmp_path / 'run'}", "machine="],
+        [
+            *command,
+            "metrics.wandb=true",
+            f"out={tmp_path / 'run'}",
+            "machine=",
+        ],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,

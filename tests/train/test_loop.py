@@ -94,7 +94,9 @@ def test_the_parts_of_goodput_are_the_time_that_passed(alone: Path) -> None:
 
 
 def test_bits_per_byte_are_the_validation_loss_in_bits(alone: Path) -> None:
-    for one in records(alone, "validation"):  # a token of the built-in data is a byte
+    for one in records(
+        alone, "validation"
+    ):  # a token of the built-in data is a byte
         assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2))
 
 
@@ -139,7 +141,10 @@ def test_a_run_that_was_interrupted_ends_bit_for_bit_as_one_that_was_not(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    more = (f"checkpoint.async={str(asynchronous).lower()}", "checkpoint.every=1")
+    more = (
+        f"checkpoint.async={str(asynchronous).lower()}",
+        "checkpoint.every=1",
+    )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     trained(small(whole, *more), layout)
     with monkeypatch.context() as patched:
@@ -162,7 +167,9 @@ def test_a_run_goes_on_in_another_layout(
     run = small(out, "validation.every=2", "checkpoint.every=1")
 
     def rate(choice: OptimizerChoice, at: int, steps: int) -> float:
-        (out / "STOP").touch()  # somebody asks to stop within each start's first step
+        (
+            out / "STOP"
+        ).touch()  # somebody asks to stop within each start's first step
         return learning_rate(choice, at, steps)
 
     with monkeypatch.context() as patched:
@@ -173,7 +180,9 @@ def test_a_run_goes_on_in_another_layout(
             assert not (out / "STOP").exists()
     trained(run, "cp2 fp64")
     assert [r["step"] for r in records(out, "start")] == [0, 1, 2, 3]
-    for one, other in zip(records(out, "step"), records(alone, "step"), strict=True):
+    for one, other in zip(
+        records(out, "step"), records(alone, "step"), strict=True
+    ):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
 
 
@@ -183,11 +192,15 @@ def test_a_run_goes_on_behind_what_it_has_seen_with_another_batch(
     out = tmp_path / "run"
     trained(small(out, "steps=2"), "")
     trained(small(out, "steps=3", "batch=3"), "")
-    manifest = json.loads((out / "checkpoints/step-00000003/manifest.json").read_text())
+    manifest = json.loads(
+        (out / "checkpoints/step-00000003/manifest.json").read_text()
+    )
     assert manifest["body"]["cursor"] == 2 * 6 + 3
 
 
-def test_another_seed_is_refused_as_the_data_would_be_others(tmp_path: Path) -> None:
+def test_another_seed_is_refused_as_the_data_would_be_others(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     trained(small(out, "steps=1"), "")
     with pytest.raises(
@@ -244,14 +257,18 @@ def test_a_step_that_is_not_finite_is_skipped_everywhere_and_its_place_named(
     monkeypatch.setattr(loop, "Rank", _Spoiled)
     monkeypatch.setattr(_Spoiled, "steps", (2,))
     out = tmp_path / "run"
-    outcomes = trained(small(out, "checkpoint.every=1", "checkpoint.keep=9"), layout)
+    outcomes = trained(
+        small(out, "checkpoint.every=1", "checkpoint.keep=9"), layout
+    )
     assert {o.step for o in outcomes} == {5}
     (skip,) = records(out, "skip")
     assert skip["step"] == 3
     assert skip["why"].endswith(
         f"first in the output of piece layers.{piece - 1} on rank 1"
     )
-    assert weights(out, 2) == weights(out, 3)  # untouched, the optimizer's averages too
+    assert weights(out, 2) == weights(
+        out, 3
+    )  # untouched, the optimizer's averages too
     assert weights(out, 3) != weights(out, 4)
     assert records(out, "step")[2]["loss"] == "nan"
     assert math.isfinite(records(out, "step")[4]["loss"])
@@ -278,9 +295,13 @@ def test_a_gradient_that_is_not_finite_is_named_by_the_piece_where_it_began(
     monkeypatch.setattr(_Spoiled, "backward", True)
     monkeypatch.setattr(_Spoiled, "rank", 0)
     out = tmp_path / "run"
-    trained(small(out, "checkpoint.every=1", "checkpoint.keep=9"), "pp2 1f1b:2")
+    trained(
+        small(out, "checkpoint.every=1", "checkpoint.keep=9"), "pp2 1f1b:2"
+    )
     (skip,) = records(out, "skip")
-    assert skip["why"].endswith("first in the gradient of piece layers.1 on rank 0")
+    assert skip["why"].endswith(
+        "first in the gradient of piece layers.1 on rank 0"
+    )
     assert weights(out, 1) == weights(out, 2)
 
 
@@ -307,7 +328,9 @@ def test_a_bad_result_that_ranks_of_tp_share_names_all_of_them(
     trained(small(out), "tp2")
     (skip,) = records(out, "skip")
     # Spoiled on rank 1 after the sum over tp: rank 0 meets it in the next piece.
-    assert skip["why"].endswith("first in the output of piece layers.0 on rank 1")
+    assert skip["why"].endswith(
+        "first in the output of piece layers.0 on rank 1"
+    )
 
 
 def test_three_in_a_row_end_the_run_and_two_do_not(
@@ -321,14 +344,18 @@ def test_three_in_a_row_end_the_run_and_two_do_not(
     out = tmp_path / "three"
     with pytest.raises(RankFailed) as error:
         trained(small(out, "checkpoint.every=1"), "dp2")
-    assert all("TrainError: steps 2 to 4:" in r.error for r in error.value.reports)
+    assert all(
+        "TrainError: steps 2 to 4:" in r.error for r in error.value.reports
+    )
     assert len(records(out, "skip")) == 3
 
 
 # ---- what is told
 
 
-def test_a_step_is_recorded_with_its_timeline_and_memory(tmp_path: Path) -> None:
+def test_a_step_is_recorded_with_its_timeline_and_memory(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     trained(small(out), "dp2 pp2 zero3 1f1b:2 fp64")
     timeline = Timeline.from_json((out / "timeline.json").read_text())
@@ -344,7 +371,9 @@ def test_a_step_is_recorded_with_its_timeline_and_memory(tmp_path: Path) -> None
             assert min(ranks) > 0
 
 
-def test_mfu_is_what_the_model_needs_over_time_and_peak(tmp_path: Path) -> None:
+def test_mfu_is_what_the_model_needs_over_time_and_peak(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     trained(small(out), "dp2 recompute:all")
     (start,) = records(out, "start")
@@ -354,7 +383,9 @@ def test_mfu_is_what_the_model_needs_over_time_and_peak(tmp_path: Path) -> None:
         needed = step["mfu"] * step["seconds"] * start["peak_flops"]
         assert needed == pytest.approx(start["flops"]["model"])
         assert step["mfu"] < step["hfu"]
-        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(6 * 18)
+        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(
+            6 * 18
+        )
 
 
 def test_a_peak_that_no_file_tells_is_measured_and_that_of_all_ranks(
@@ -367,7 +398,9 @@ def test_a_peak_that_no_file_tells_is_measured_and_that_of_all_ranks(
         clock.now = getattr(clock, "now", 0.0) + 1e-3
         return multiply(*given, **named)
 
-    clocks = types.SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0))
+    clocks = types.SimpleNamespace(
+        perf_counter=lambda: getattr(clock, "now", 0.0)
+    )
     monkeypatch.setattr(peak, "time", clocks)
     monkeypatch.setattr(torch, "mm", mm)
     trained(small(run, "machine=", "steps=1"), "dp2")
@@ -400,7 +433,9 @@ def test_another_tool_hears_every_line_once(
 ) -> None:
     tool = _Tool(name)
     monkeypatch.setitem(sys.modules, name, tool)
-    run = small(tmp_path / "run", f"metrics.{name}=true", "metrics.every=2", "steps=4")
+    run = small(
+        tmp_path / "run", f"metrics.{name}=true", "metrics.every=2", "steps=4"
+    )
     trained(run, "dp2")
     assert tool.heard == [
         ("init", 4), ("log", (2, True)), ("log", (4, True)), ("log", (4, False)), ("finish", None)
@@ -412,25 +447,39 @@ def test_a_trace_names_the_operations_of_the_steps_it_was_asked_for(
 ) -> None:
     out = tmp_path / "run"
     trained(small(out, "profile.steps=1", "profile.start=1"), "")
-    said = json.loads((out / "profile" / "rank-0.json").read_text())["traceEvents"]
-    names = [event["name"] for event in said if event.get("cat") == "user_annotation"]
+    said = json.loads((out / "profile" / "rank-0.json").read_text())[
+        "traceEvents"
+    ]
+    names = [
+        event["name"]
+        for event in said
+        if event.get("cat") == "user_annotation"
+    ]
     # one step of five
     assert names.count("1F0") == names.count("3B0") == names.count("A") == 1
 
 
-def test_float16_finds_its_scale_without_ending_the_run(tmp_path: Path) -> None:
+def test_float16_finds_its_scale_without_ending_the_run(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     trained(small(out, "machine="), "fp16")
-    manifest = json.loads((out / "checkpoints/step-00000005/manifest.json").read_text())
+    manifest = json.loads(
+        (out / "checkpoints/step-00000005/manifest.json").read_text()
+    )
     skipped = records(out, "skip")
     assert manifest["body"]["state"]["loss_scale"] == [
         2.0**16 / 2 ** len(skipped),
         5 - len(skipped),
     ]
-    assert all(skip["why"] == "a float16 gradient overflowed" for skip in skipped)
+    assert all(
+        skip["why"] == "a float16 gradient overflowed" for skip in skipped
+    )
 
 
-def test_a_journal_that_was_cut_is_read_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_journal_that_was_cut_is_read_and_gone_on_with(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "start", "time": 1, "step": 0}\n{"event": "st')
     journal = Journal(path)
@@ -441,11 +490,15 @@ def test_a_journal_that_was_cut_is_read_and_gone_on_with(tmp_path: Path) -> None
 
 
 def test_the_layouts_of_this_file_are_of_all_axes() -> None:
-    used = {axis.name for text in LAYOUTS for axis in Layout.parse(text).mesh.axes}
+    used = {
+        axis.name for text in LAYOUTS for axis in Layout.parse(text).mesh.axes
+    }
     assert used == {"dp", "tp", "pp", "cp"}
 
 
-def test_a_run_that_shall_not_save_at_its_end_saves_nothing(tmp_path: Path) -> None:
+def test_a_run_that_shall_not_save_at_its_end_saves_nothing(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     (outcome,) = trained(small(out, "checkpoint.at_end=false"), "fp64")
     assert (outcome.step, outcome.unsaved) == (5, "")
@@ -461,4 +514,6 @@ def test_a_run_that_shall_not_save_at_its_end_still_saves_when_it_is_stopped(
     monkeypatch.setattr(stop.StopRequests, "by", "SIGTERM")
     (outcome,) = trained(small(out, "checkpoint.at_end=false"), "fp64")
     assert (outcome.step, outcome.stopped) == (1, True)
-    assert [path.name for path in out.glob("checkpoints/step-*")] == ["step-00000001"]
+    assert [path.name for path in out.glob("checkpoints/step-*")] == [
+        "step-00000001"
+    ]

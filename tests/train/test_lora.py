@@ -56,7 +56,9 @@ WHERE = {"llama": LAYOUTS[:3], "qwen2": LAYOUTS[3:]}
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "tokens.bin"
     draw = torch.Generator().manual_seed(3)
-    torch.randint(0, VOCAB, (4000,), generator=draw).numpy().astype("<u2").tofile(path)
+    torch.randint(0, VOCAB, (4000,), generator=draw).numpy().astype(
+        "<u2"
+    ).tofile(path)
     return path
 
 
@@ -87,7 +89,9 @@ def their_steps(
         build_model(run.shape),
     )
     starts = {
-        name: start(plain, name, run.seed) for name in plain.weights if is_lora(name)
+        name: start(plain, name, run.seed)
+        for name in plain.weights
+        if is_lora(name)
     }
     with widened():
         wide: Any = transformers.AutoModelForCausalLM.from_config(
@@ -139,7 +143,9 @@ def test_four_steps_in_every_layout_are_those_of_peft(
 ) -> None:
     model, targets = theirs(name), TARGETS[name]
     folder, wanted = saved(model, tmp_path / "hub"), None
-    tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1)
+    )
     for number, layout in enumerate(WHERE[name]):
         chosen = f"lora.targets={json.dumps(targets)}"
         more = (chosen, f"layout={layout}", f"out={tmp_path}/{number}")
@@ -148,7 +154,10 @@ def test_four_steps_in_every_layout_are_those_of_peft(
         outcomes = launch(train, 4, run, layout, True, backend="threads")
         assert outcomes[0].loss == pytest.approx(losses[-1], rel=1e-9)
         path = run.checkpoints / "step-00000004"
-        adapter, merged = tmp_path / f"adapter-{number}", tmp_path / f"merged-{number}"
+        adapter, merged = (
+            tmp_path / f"adapter-{number}",
+            tmp_path / f"merged-{number}",
+        )
         export_adapter(path, adapter)
         base = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64
@@ -175,7 +184,9 @@ def test_four_steps_in_every_layout_are_those_of_peft(
                 before = tuned(tokens).logits
         assert plain is base
         assert (first - second).abs().max() < 1e-9 * first.abs().max()
-        assert (first - before).abs().max() > 1e-4, "the adapter does something"
+        assert (first - before).abs().max() > 1e-4, (
+            "the adapter does something"
+        )
 
 
 @pytest.mark.parametrize(
@@ -186,13 +197,19 @@ def test_an_adapter_of_packed_linears_gives_the_merged_logits(
     name: str, targets: list[str], tmp_path: Path, corpus: Path
 ) -> None:
     folder = saved(theirs(name), tmp_path / "hub")
-    more = (f"lora.targets={json.dumps(targets)}", f"out={tmp_path}/run", "steps=2")
+    more = (
+        f"lora.targets={json.dumps(targets)}",
+        f"out={tmp_path}/run",
+        "steps=2",
+    )
     run = Run.parse("", "run", words(folder, corpus, "layout=tp2", *more))
     launch(train, 2, run, "tp2", True, backend="threads")
     path = run.checkpoints / "step-00000002"
     export_weights(path, tmp_path / "merged")
     export_adapter(path, tmp_path / "adapter")
-    tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64
@@ -214,7 +231,11 @@ def test_a_run_that_goes_on_is_equal_to_the_bit_and_its_frozen_weights_have_no_s
     states = []
     for name, stops in (("whole", (4,)), ("twice", (2, 4))):
         for steps in stops:
-            more = (f"layout={layout}", f"out={tmp_path}/{name}", f"steps={steps}")
+            more = (
+                f"layout={layout}",
+                f"out={tmp_path}/{name}",
+                f"steps={steps}",
+            )
             run = Run.parse("", "run", words(folder, corpus, *more))
             launch(train, 2, run, layout, True, backend="threads")
         states.append(hash_tensors(run.checkpoints / "step-00000004"))
@@ -227,16 +248,22 @@ def test_a_run_that_goes_on_is_equal_to_the_bit_and_its_frozen_weights_have_no_s
         stored["weight/embed.tokens.weight"],
         "layers.0.attn.wq.lora.a.weight",
     )
-    assert frozen.dtype == "BF16", "what is not trained is kept as it is computed with"
-    assert (
-        stored[f"exp_avg/{trained}"].dtype == stored[f"weight/{trained}"].dtype == "F32"
+    assert frozen.dtype == "BF16", (
+        "what is not trained is kept as it is computed with"
     )
-    assert {n.partition("/")[2] for n in stored if n.startswith("exp_avg/")} == {
-        n.partition("/")[2] for n in stored if ".lora." in n
-    }
+    assert (
+        stored[f"exp_avg/{trained}"].dtype
+        == stored[f"weight/{trained}"].dtype
+        == "F32"
+    )
+    assert {
+        n.partition("/")[2] for n in stored if n.startswith("exp_avg/")
+    } == {n.partition("/")[2] for n in stored if ".lora." in n}
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero3 bf16", "dp2 zero1 bf16", "tp2 bf16"])
+@pytest.mark.parametrize(
+    "layout", ["dp2 zero3 bf16", "dp2 zero1 bf16", "tp2 bf16"]
+)
 def test_a_run_holds_what_by_hand_frozen_weights_and_adapters_take(
     layout: str, tmp_path: Path, corpus: Path
 ) -> None:
@@ -250,9 +277,12 @@ def test_a_run_holds_what_by_hand_frozen_weights_and_adapters_take(
     run = Run.parse("", "run", words(folder, corpus, *more))
     launch(train, 2, run, layout, True, backend="threads")
     events = map(
-        json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads,
+        (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(),
     )
-    held = next(event for event in events if event["event"] == "memory")["ranks"]
+    held = next(event for event in events if event["event"] == "memory")[
+        "ranks"
+    ]
     # two blocks; wq and down are 32 by 32 and 32 by 40
     adapters = 2 * R * (32 + 32 + 40 + 32)
     base = sum(p.numel() for p in theirs("qwen2").parameters())
@@ -275,7 +305,12 @@ def test_pieces_that_a_run_freezes_stay_and_the_others_train(
     tmp_path: Path, corpus: Path
 ) -> None:
     folder = saved(theirs("qwen2"), tmp_path / "hub")
-    more = ("layout=pp2", f"out={tmp_path}/run", "lora.r=0", "freeze=embed, layers.0")
+    more = (
+        "layout=pp2",
+        f"out={tmp_path}/run",
+        "lora.r=0",
+        "freeze=embed, layers.0",
+    )
     run = Run.parse("", "run", words(folder, corpus, *more))
     launch(train, 2, run, "pp2", True, backend="threads")
     path = run.checkpoints / "step-00000004"
@@ -286,9 +321,13 @@ def test_pieces_that_a_run_freezes_stay_and_the_others_train(
         ).state_dict()
         for each in (folder, tmp_path / "out")
     )
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    changed = {
+        name for name in before if not torch.equal(before[name], after[name])
+    }
     assert changed == {
-        n for n in before if n.startswith(("model.layers.1", "model.norm", "lm_"))
+        n
+        for n in before
+        if n.startswith(("model.layers.1", "model.norm", "lm_"))
     }
 
 
@@ -299,7 +338,9 @@ def test_frozen_experts_that_ranks_share_are_saved_whole(
     layout: str, tmp_path: Path
 ) -> None:
     """Each rank has other experts, and none of them is a copy. Another layout goes on from the save."""
-    sizes = "model={layers=1,hidden=16,heads=2,ffn=24,vocab=256,experts=4,top_k=2}"
+    sizes = (
+        "model={layers=1,hidden=16,heads=2,ffn=24,vocab=256,experts=4,top_k=2}"
+    )
     more = (sizes, "lora.r=2", "validation.batches=0", "train.check_copies=1")
     out = tmp_path / "run"
     trained(small(out, "steps=1", *more), layout)
@@ -312,7 +353,9 @@ def test_frozen_experts_that_ranks_share_are_saved_whole(
     assert len(frozen) == 3
     for name in frozen:
         saved = reader.whole(reader.tensors["weight", name])
-        assert torch.equal(saved, start(model, name, run.seed).to(saved.dtype)), name
+        assert torch.equal(
+            saved, start(model, name, run.seed).to(saved.dtype)
+        ), name
 
 
 def test_an_adapter_is_exported_of_a_run_with_lora_only(

@@ -11,7 +11,11 @@ import torch
 from phalanx.layout import Layout, LayoutError
 from phalanx.models import kernels
 from phalanx.parallel import Precision
-from phalanx.train.precision import device_notices, precision_of, refuse_bfloat16
+from phalanx.train.precision import (
+    device_notices,
+    precision_of,
+    refuse_bfloat16,
+)
 
 GPU = torch.device("cuda", 0)
 T4, V100, A100 = (7, 5), (7, 0), (8, 0)
@@ -25,8 +29,12 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         kernels._has_flash.cache_clear()
         kernels._prefers_cudnn.cache_clear()
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "the GPU")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda *_: capability
+        )
+        monkeypatch.setattr(
+            torch.cuda, "get_device_name", lambda *_: "the GPU"
+        )
 
     yield choose
     kernels._has_flash.cache_clear()
@@ -58,7 +66,10 @@ def test_attention_takes_no_flash_kernel_on_an_old_gpu(
 
 
 def test_documents_take_no_kernel_for_lengths_on_an_old_gpu(on: Any) -> None:
-    q, documents = queries(torch.float16), torch.zeros(2, 64, dtype=torch.int64)
+    q, documents = (
+        queries(torch.float16),
+        torch.zeros(2, 64, dtype=torch.int64),
+    )
     on(T4)
     assert not kernels._by_lengths(q, q, documents, 0, 0.0)
     on(A100)
@@ -82,7 +93,9 @@ def test_a_run_says_what_it_chose_for_an_old_gpu(on: Any) -> None:
     assert "no flash attention (compute capability 7.0)" in notice
     on(A100)
     (notice,) = device_notices(Layout.parse("bf16"), GPU)
-    assert notice.startswith("attention takes flash attention (rows of one document), ")
+    assert notice.startswith(
+        "attention takes flash attention (rows of one document), "
+    )
     assert device_notices(Layout.parse("fp8"), torch.device("cpu")) == []
 
 
@@ -93,9 +106,15 @@ def test_eight_bits_without_compile_are_called_slow(on: Any) -> None:
     assert len(device_notices(Layout.parse("bf16 fp8 compile"), GPU)) == 1
 
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, FP16, FP32, FP64 = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+)
 CUDNN, FLASH, EFFICIENT, PLAIN = (
-    getattr(kernels, name).name for name in ("CUDNN", "FLASH", "EFFICIENT", "PLAIN")
+    getattr(kernels, name).name
+    for name in ("CUDNN", "FLASH", "EFFICIENT", "PLAIN")
 )
 H100, B200, RTX5090 = (9, 0), (10, 0), (12, 0)
 
@@ -105,7 +124,14 @@ H100, B200, RTX5090 = (9, 0), (10, 0), (12, 0)
     [
         (H100, 91900, BF16, 128, CUDNN, EFFICIENT),
         (B200, 91900, FP16, 64, CUDNN, EFFICIENT),
-        (H100, 91400, BF16, 128, FLASH, EFFICIENT),  # before 9.15.1 torch prefers flash
+        (
+            H100,
+            91400,
+            BF16,
+            128,
+            FLASH,
+            EFFICIENT,
+        ),  # before 9.15.1 torch prefers flash
         (H100, 91900, BF16, 192, FLASH, EFFICIENT),
         (H100, 91900, BF16, 320, EFFICIENT, EFFICIENT),
         (H100, 91900, BF16, 60, PLAIN, PLAIN),
@@ -142,11 +168,17 @@ def test_flash_attention_3_is_taken_on_hopper_where_its_package_is_installed(
     monkeypatch.setattr(
         torch.nn.attention, "activate_flash_attention_impl", activated.append
     )
-    for capability, package in ((H100, None), (A100, "there"), (H100, "there")):
+    for capability, package in (
+        (H100, None),
+        (A100, "there"),
+        (H100, "there"),
+    ):
         on(capability)
         kernels.use_flash_3.cache_clear()
         monkeypatch.setattr(kernels, "find_spec", lambda name, p=package: p)
-        assert kernels.use_flash_3(GPU) == (capability == H100 and package == "there")
+        assert kernels.use_flash_3(GPU) == (
+            capability == H100 and package == "there"
+        )
     assert activated == ["FA3"]
     kernels.use_flash_3.cache_clear()
     # An older torch cannot exchange its kernels.

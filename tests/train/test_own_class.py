@@ -35,7 +35,9 @@ TERMS = (
 
 
 def run_of(out: Path, *more: str, model: str = PLAIN) -> Run:
-    return Run.parse("", "own", (f"model={model}", f"out={out}", *TERMS, *more))
+    return Run.parse(
+        "", "own", (f"model={model}", f"out={out}", *TERMS, *more)
+    )
 
 
 def by_hand(run: Run) -> list[float]:
@@ -54,7 +56,9 @@ def by_hand(run: Run) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("layout", ["", "dp2 zero3", "pp2 1f1b:2", "dp2 pp2 zb-h1:3"])
+@pytest.mark.parametrize(
+    "layout", ["", "dp2 zero3", "pp2 1f1b:2", "dp2 pp2 zb-h1:3"]
+)
 def test_a_class_without_a_description_is_trained_as_its_plain_script(
     layout: str, tmp_path: Path
 ) -> None:
@@ -70,22 +74,36 @@ def test_a_class_as_it_is_goes_on_in_another_layout(tmp_path: Path) -> None:
     trained(run_of(whole), "fp64")
     trained(run_of(parts, "steps=2"), "dp2 zero3 fp64")
     trained(run_of(parts), "pp2 1f1b:2 fp64")
-    first, second = ([x["loss"] for x in records(p, "step")] for p in (whole, parts))
+    first, second = (
+        [x["loss"] for x in records(p, "step")] for p in (whole, parts)
+    )
     assert second == pytest.approx(first, rel=1e-9)
 
 
 def test_verify_compares_layouts_with_the_class_s_own_forward(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    layouts = "dp2 zero3; pp2 zb-h1:3; accum:2 recompute:all offload:activations"
-    assert main(["verify", "--model", f"{PLAIN}(n_layer=3)", "--layouts", layouts]) == 0
+    layouts = (
+        "dp2 zero3; pp2 zb-h1:3; accum:2 recompute:all offload:activations"
+    )
+    assert (
+        main(
+            ["verify", "--model", f"{PLAIN}(n_layer=3)", "--layouts", layouts]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "3 of 3 layouts of plain agree with Plain.forward on one process" in out
+    assert (
+        "3 of 3 layouts of plain agree with Plain.forward on one process"
+        in out
+    )
     assert "number of parameters" not in out
 
 
 def test_a_residual_around_the_blocks_is_no_piece_and_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"has a different output in Around\.forward"):
+    with pytest.raises(
+        LayoutError, match=r"has a different output in Around\.forward"
+    ):
         phalanx.verify(f"{FILE}:Around(width=12)", "dp2")
 
 
@@ -113,13 +131,19 @@ def test_plan_costs_a_class_by_what_it_is_made_with(tmp_path: Path) -> None:
         cached_costs(f"{PLAIN}(n_embd={width})", [layout], place=tmp_path)
         for width in (16, 32)
     )
-    weights = [next(iter(each.values())).rows[1].numel for each in (small, large)]
+    weights = [
+        next(iter(each.values())).rows[1].numel for each in (small, large)
+    ]
     block = [12 * width * width + 13 * width for width in (16, 32)]
     assert weights == block
 
 
-def test_a_class_that_returns_logits_has_their_cross_entropy(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", "sequence=8", model=f"{FILE}:Words(width=12)")
+def test_a_class_that_returns_logits_has_their_cross_entropy(
+    tmp_path: Path,
+) -> None:
+    run = run_of(
+        tmp_path / "run", "sequence=8", model=f"{FILE}:Words(width=12)"
+    )
     trained(run, "dp2 fp64")
     torch.manual_seed(run.seed)
     model = plain_gpt.Words(12).double()
@@ -136,9 +160,15 @@ def test_a_class_that_returns_logits_has_their_cross_entropy(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ("Plain(n_layers=3)", "PlainConfig has no argument n_layers.*'n_layer'"),
+        (
+            "Plain(n_layers=3)",
+            "PlainConfig has no argument n_layers.*'n_layer'",
+        ),
         ("Words", "Words needs width, which nothing names"),
-        ("Words(width=8, depth=3)", "Words has no argument depth. It takes width"),
+        (
+            "Words(width=8, depth=3)",
+            "Words has no argument depth. It takes width",
+        ),
         ("Plain(n_layer=1)", "no list of blocks"),
         ("Plain(n_head=3)", "plain_gpt.py:[0-9]+: y.view"),
         ("Plain(f(2))", "arguments that cannot be read"),
@@ -154,7 +184,9 @@ def test_what_cannot_be_resolved_is_named(model: str, text: str) -> None:
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2", "tp2 seq"])
 def test_what_needs_cut_matrices_is_refused(layout: str) -> None:
-    with pytest.raises(LayoutError, match="nothing says how this module is cut"):
+    with pytest.raises(
+        LayoutError, match="nothing says how this module is cut"
+    ):
         phalanx.verify(PLAIN, layout)
 
 

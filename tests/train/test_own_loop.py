@@ -31,7 +31,9 @@ def _close(mine: Trained, plain: Trained) -> None:
         assert getattr(mine, name) == wanted, name
     assert [*mine.weights] == [*plain.weights]
     for name, weight in plain.weights.items():
-        torch.testing.assert_close(mine.weights[name], weight, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            mine.weights[name], weight, rtol=1e-10, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -40,7 +42,9 @@ def test_a_loop_equals_its_plain_script_in_every_layout(layout: str) -> None:
     ranks = Layout.parse(layout).ranks
     plain = plain_loop("AdamW", CLIP)
     given = layout, "AdamW", CLIP
-    for mine in launch(run_loop, ranks, *given, backend="threads", timeout=30.0):
+    for mine in launch(
+        run_loop, ranks, *given, backend="threads", timeout=30.0
+    ):
         _close(mine, plain)
 
 
@@ -51,8 +55,12 @@ def test_ranks_that_are_processes_agree_with_the_plain_script() -> None:
         _close(mine, plain)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "AdamW"])
-def test_elementwise_optimizers_of_torch_are_taken_by_their_class(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIMIZERS if name != "AdamW"]
+)
+def test_elementwise_optimizers_of_torch_are_taken_by_their_class(
+    name: str,
+) -> None:
     plain = plain_loop(name, 0.0)
     given = "dp2 zero3", name, 0.0
     for mine in launch(run_loop, 2, *given, backend="threads", timeout=30.0):
@@ -63,7 +71,10 @@ def test_elementwise_optimizers_of_torch_are_taken_by_their_class(name: str) -> 
 def test_on_one_rank_weights_are_those_of_the_plain_script_bit_for_bit(
     name: str,
 ) -> None:
-    mine, plain = run_loop(AloneWorld("cpu"), "", name, 0.0), plain_loop(name, 0.0)
+    mine, plain = (
+        run_loop(AloneWorld("cpu"), "", name, 0.0),
+        plain_loop(name, 0.0),
+    )
     for key, weight in plain.weights.items():
         assert mine.weights[key].equal(weight), key
 
@@ -98,7 +109,9 @@ def _guesses() -> list[tuple[Tensor, Tensor]]:
     return [(each[0], each[1]) for each in pairs]
 
 
-def _guessed(world: World, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+def _guessed(
+    world: World, layout: str
+) -> tuple[list[float], dict[str, Tensor]]:
     model = _guesser()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     run = phalanx.prepare(model, optimizer, layout, world=world)
@@ -144,13 +157,17 @@ def test_a_fused_optimizer_divides_clipped_gradients_itself() -> None:
     weights = run.state_dict()
     # The kernel divides by the factor's reciprocal, which has 32 bits.
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            weights[name], weight.detach(), rtol=1e-6, atol=1e-8
+        )
 
 
 # ---- checkpoints
 
 
-def _saved(world: World, layout: str, folder: str, first: int, last: int) -> Trained:
+def _saved(
+    world: World, layout: str, folder: str, first: int, last: int
+) -> Trained:
     """The steps from `first` to `last`, after what the folder holds."""
     model = loops.tiny()
     optimizer = loops.optimizer_of("AdamW", model)
@@ -172,10 +189,14 @@ def _saved(world: World, layout: str, folder: str, first: int, last: int) -> Tra
     return Trained(losses, [], [], 0.0, run.state_dict())
 
 
-def test_a_loop_continues_in_another_layout_with_its_schedule(tmp_path: Path) -> None:
+def test_a_loop_continues_in_another_layout_with_its_schedule(
+    tmp_path: Path,
+) -> None:
     plain, folder = plain_loop("AdamW", 0.0), str(tmp_path)
     launch(_saved, 2, "dp2 zero3", folder, 0, 2, backend="threads")
-    for mine in launch(_saved, 2, "pp2 1f1b:2", folder, 2, 3, backend="threads"):
+    for mine in launch(
+        _saved, 2, "pp2 1f1b:2", folder, 2, 3, backend="threads"
+    ):
         assert mine.losses == pytest.approx(plain.losses[2:], rel=1e-10)
         for name, weight in plain.weights.items():
             torch.testing.assert_close(
@@ -203,13 +224,17 @@ def _mean_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def test_a_loss_that_is_a_mean_is_refused_in_its_first_step() -> None:
     run = _prepared(AloneWorld("cpu"), loss=_mean_loss, metrics=[])
-    with pytest.raises(LayoutError, match=r"no sum over rows.*reduction='sum'"):
+    with pytest.raises(
+        LayoutError, match=r"no sum over rows.*reduction='sum'"
+    ):
         run.step(loops.batches()[0])
 
 
 def test_metrics_that_ranks_do_not_expect_are_refused() -> None:
     run = _prepared(AloneWorld("cpu"), metrics=["right"])
-    with pytest.raises(LayoutError, match=r"\['right', 'weight'\].*\['right'\]"):
+    with pytest.raises(
+        LayoutError, match=r"\['right', 'weight'\].*\['right'\]"
+    ):
         run.step(loops.batches()[0])
 
 
@@ -284,13 +309,19 @@ class _OursByElements(_Ours):
     elementwise = True
 
 
-def test_an_optimizer_of_ones_own_is_taken_if_it_says_that_it_is_elementwise() -> None:
+def test_an_optimizer_of_ones_own_is_taken_if_it_says_that_it_is_elementwise() -> (
+    None
+):
     model = loops.tiny()
     before = model.embed.words.weight.detach().clone()
     run = phalanx.prepare(
-        model, _OursByElements(model.parameters(), lr=0.25), world=AloneWorld("cpu")
+        model,
+        _OursByElements(model.parameters(), lr=0.25),
+        world=AloneWorld("cpu"),
     )
-    run.step({name: loops.batches()[0][name] for name in ("tokens", "targets")})
+    run.step(
+        {name: loops.batches()[0][name] for name in ("tokens", "targets")}
+    )
     moved = (run.state_dict()["embed.words.weight"] - before).abs()
     assert moved.max().item() == pytest.approx(0.25)
     assert moved[moved > 1e-9].min().item() == pytest.approx(0.25)
@@ -299,7 +330,9 @@ def test_an_optimizer_of_ones_own_is_taken_if_it_says_that_it_is_elementwise() -
 def test_a_weight_that_no_optimizer_trains_is_named() -> None:
     model = loops.tiny()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
-    with pytest.raises(LayoutError, match=r"embed.words.weight .*requires_grad_"):
+    with pytest.raises(
+        LayoutError, match=r"embed.words.weight .*requires_grad_"
+    ):
         phalanx.prepare(model, optimizer, world=AloneWorld("cpu"))
 
 
@@ -310,7 +343,9 @@ def _shuffled(world: World) -> None:
 
 
 def test_a_loader_that_shuffles_otherwise_on_another_rank_is_noticed() -> None:
-    with pytest.raises(RankFailed, match=r"first batch of rank 1.*manual_seed"):
+    with pytest.raises(
+        RankFailed, match=r"first batch of rank 1.*manual_seed"
+    ):
         launch(_shuffled, 2, backend="threads", timeout=20.0)
 
 
@@ -336,10 +371,14 @@ def test_no_stage_is_cut_from_a_module_that_is_one_piece() -> None:
     terms: dict[str, Any] = {"loss": F.mse_loss, "backend": "threads"}
     for layout, text in (("pp2 1f1b:2", "one piece"), ("tp2", "how to shard")):
         with pytest.raises(RankFailed, match=text):
-            launch(_whole, 2, model, optimizer, layout, backend=terms["backend"])
+            launch(
+                _whole, 2, model, optimizer, layout, backend=terms["backend"]
+            )
 
 
-def _whole(world: World, model: nn.Module, optimizer: Any, layout: str) -> None:
+def _whole(
+    world: World, model: nn.Module, optimizer: Any, layout: str
+) -> None:
     phalanx.prepare(model, optimizer, layout, world=world)
 
 
@@ -356,7 +395,9 @@ def _decoder() -> Decoder:
     return decoder
 
 
-def _continued(world: World, layout: str) -> tuple[list[int], dict[str, Tensor]]:
+def _continued(
+    world: World, layout: str
+) -> tuple[list[int], dict[str, Tensor]]:
     decoder = _decoder()
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.01)
     run = phalanx.prepare(decoder, optimizer, layout, world=world)
@@ -367,8 +408,12 @@ def _continued(world: World, layout: str) -> tuple[list[int], dict[str, Tensor]]
     return run.generate([3, 1, 4], 5, greedy), run.state_dict()
 
 
-def test_a_decoder_in_a_loop_continues_tokens_as_its_own_forward_does() -> None:
-    for tokens, weights in launch(_continued, 2, "tp2 zero1", backend="threads"):
+def test_a_decoder_in_a_loop_continues_tokens_as_its_own_forward_does() -> (
+    None
+):
+    for tokens, weights in launch(
+        _continued, 2, "tp2 zero1", backend="threads"
+    ):
         decoder, ids = _decoder(), [3, 1, 4]
         decoder.load_state_dict(weights)
         for _ in range(5):
@@ -453,9 +498,13 @@ def test_an_example_is_its_plain_script(
         wanted = by_hand(4)
     ranks = Layout.parse(layout).ranks
     given = name, layout, 4
-    for weights in launch(loops.example, ranks, *given, backend="gloo", timeout=60.0):
+    for weights in launch(
+        loops.example, ranks, *given, backend="gloo", timeout=60.0
+    ):
         for key, weight in wanted.items():
-            torch.testing.assert_close(weights[key], weight, rtol=1e-8, atol=1e-9)
+            torch.testing.assert_close(
+                weights[key], weight, rtol=1e-8, atol=1e-9
+            )
     text = Path(loops.EXAMPLES, f"{name}.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 80
 
@@ -475,7 +524,9 @@ def _distilled_by_hand(steps: int) -> dict[str, Tensor]:
         logits = student(batch["tokens"])
         mine = (logits / 2.0).log_softmax(-1)
         soft = 4.0 * (theirs * (theirs.log() - mine)).sum(-1).mean()
-        hard = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        hard = F.cross_entropy(
+            logits.flatten(0, 1), batch["targets"].flatten()
+        )
         optimizer.zero_grad()
         (0.8 * soft + 0.2 * hard).backward()
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -490,9 +541,13 @@ def test_the_example_of_distillation_is_its_plain_script(layout: str) -> None:
         wanted = _distilled_by_hand(4)
     ranks = Layout.parse(layout).ranks
     given = layout, 4
-    for weights in launch(loops.distilled, ranks, *given, backend="gloo", timeout=60.0):
+    for weights in launch(
+        loops.distilled, ranks, *given, backend="gloo", timeout=60.0
+    ):
         for name, weight in wanted.items():
-            torch.testing.assert_close(weights[name], weight, rtol=1e-8, atol=1e-9)
+            torch.testing.assert_close(
+                weights[name], weight, rtol=1e-8, atol=1e-9
+            )
 
 
 def test_the_example_is_short() -> None:
@@ -521,4 +576,7 @@ def test_a_count_below_one_divides_as_any_other() -> None:
     with torch.no_grad():
         total, _ = loops.weighted_loss(model.logits(batch["tokens"]), batch)
     wanted = pytest.approx(float(total / batch["weights"].sum()), rel=1e-10)
-    assert launch(_light, 2, backend="threads", timeout=20.0) == [wanted, wanted]
+    assert launch(_light, 2, backend="threads", timeout=20.0) == [
+        wanted,
+        wanted,
+    ]

@@ -28,7 +28,9 @@ SMALL = (
 
 
 def own(out: Path, *more: str, model: str = STRANGER) -> Run:
-    return Run.parse("", "own", (f"model={model}", f"out={out}", *SMALL, *more))
+    return Run.parse(
+        "", "own", (f"model={model}", f"out={out}", *SMALL, *more)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +40,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero3", "tp2 seq", "pp2 1f1b:3", "cp2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2 zero3", "tp2 seq", "pp2 1f1b:3", "cp2"]
+)
 def test_a_user_s_own_model_learns_alike_in_every_layout(
     layout: str, alone: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     trained(own(out), f"{layout} fp64")
     for event in ("step", "validation"):
-        for one, truth in zip(records(out, event), records(alone, event), strict=True):
+        for one, truth in zip(
+            records(out, event), records(alone, event), strict=True
+        ):
             assert one["loss"] == pytest.approx(truth["loss"], rel=1e-11)
 
 
@@ -53,16 +59,23 @@ def test_a_user_s_own_model_goes_on_bit_for_bit_and_in_another_layout(
     alone: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    trained(own(out, "steps=2", "optimizer.schedule=constant"), "dp2 zero3 fp64")
+    trained(
+        own(out, "steps=2", "optimizer.schedule=constant"), "dp2 zero3 fp64"
+    )
     trained(own(out, "optimizer.schedule=constant"), "dp2 zero3 fp64")
     whole = tmp_path / "whole"
     trained(own(whole, "optimizer.schedule=constant"), "dp2 zero3 fp64")
     assert losses(out) == losses(whole)
     assert weights(out, 4) == weights(whole, 4)
     other = tmp_path / "other"
-    trained(own(other, "steps=2", "optimizer.schedule=constant"), "pp2 tp2 1f1b:2 fp64")
+    trained(
+        own(other, "steps=2", "optimizer.schedule=constant"),
+        "pp2 tp2 1f1b:2 fp64",
+    )
     trained(own(other, "optimizer.schedule=constant"), "cp2 fp64")
-    for one, truth in zip(records(other, "step"), records(whole, "step"), strict=True):
+    for one, truth in zip(
+        records(other, "step"), records(whole, "step"), strict=True
+    ):
         assert one["loss"] == pytest.approx(truth["loss"], rel=1e-11)
 
 
@@ -70,7 +83,9 @@ def test_its_checkpoint_is_shown_and_verified_and_no_file_is_run_for_it(
     alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: object) -> None:
-        raise AssertionError("a checkpoint named a file to run, and it was run")
+        raise AssertionError(
+            "a checkpoint named a file to run, and it was run"
+        )
 
     monkeypatch.setattr("importlib.util.spec_from_file_location", refuse)
     assert checkpoint_verb.run(["show", str(alone)]) == 0
@@ -81,7 +96,9 @@ def test_a_model_of_one_s_own_is_not_exported_under_names_of_others(
     tmp_path: Path, alone: Path
 ) -> None:
     with pytest.raises(ValueError, match="is none of llama"):
-        checkpoint_verb.run(["export", str(alone), "--to", str(tmp_path / "a")])
+        checkpoint_verb.run(
+            ["export", str(alone), "--to", str(tmp_path / "a")]
+        )
     # Even when its sizes are those of a llama: what its weights are is in its own code.
     text = Path(STRANGER.rpartition(":")[0]).read_text()
     text = text.replace(
@@ -90,7 +107,12 @@ def test_a_model_of_one_s_own_is_not_exported_under_names_of_others(
     file = tmp_path / "alike.py"
     file.write_text(text)
     out = tmp_path / "run"
-    trained(own(out, "steps=1", "batch=2", "sequence=12", model=f"{file}:Stranger"), "")
+    trained(
+        own(
+            out, "steps=1", "batch=2", "sequence=12", model=f"{file}:Stranger"
+        ),
+        "",
+    )
     with pytest.raises(
         ValueError, match=r"embed.words.weight is not a weight of the built-in"
     ):
@@ -141,7 +163,9 @@ def test_what_does_not_fit_it_is_refused_before_any_rank_starts(
         "3",
     ]
     with pytest.raises((LayoutError, RunError), match=f"(?s){said}"):
-        train_verb.run(argv if more[:1] == ("layout=tp3",) else [*argv[:-1], "2"])
+        train_verb.run(
+            argv if more[:1] == ("layout=tp3",) else [*argv[:-1], "2"]
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -199,7 +223,9 @@ def test_a_run_that_recomputes_to_fit_learns_as_one_that_does_not(
     ends = []
     for name, more in (("none", ""), ("fit", " recompute:fit")):
         out = tmp_path / name
-        run = Run.parse("", name, (f"out={out}", *SIZES, "steps=3", f"memory={memory}"))
+        run = Run.parse(
+            "", name, (f"out={out}", *SIZES, "steps=3", f"memory={memory}")
+        )
         trained(run, f"{layout}{more} fp64")
         ends.append((losses(out), weights(out, 3)))
         spans = Timeline.from_json((out / "timeline.json").read_text()).spans

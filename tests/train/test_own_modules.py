@@ -26,14 +26,20 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_in_pieces_equals_its_plain_script(name: str, layout: str) -> None:
+def test_a_module_in_pieces_equals_its_plain_script(
+    name: str, layout: str
+) -> None:
     losses, weights = by_hand(name)
     ranks = Layout.parse(layout).ranks
-    for mine, theirs in launch(in_pieces, ranks, name, layout, backend="threads"):
+    for mine, theirs in launch(
+        in_pieces, ranks, name, layout, backend="threads"
+    ):
         assert mine == pytest.approx(losses, rel=1e-9)
         assert [*theirs] == [*weights]
         for key, weight in weights.items():
-            torch.testing.assert_close(theirs[key], weight, rtol=1e-8, atol=1e-9)
+            torch.testing.assert_close(
+                theirs[key], weight, rtol=1e-8, atol=1e-9
+            )
 
 
 # ---- what is not cut, with its reason
@@ -107,8 +113,13 @@ def test_a_module_that_cannot_be_cut_is_refused_with_its_reason(
     model = kind()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = own.batches("turned")[0]
-    terms: dict[str, Any] = {"world": AloneWorld("cpu"), "loss": own.cross_entropy}
+    terms: dict[str, Any] = {
+        "world": AloneWorld("cpu"),
+        "loss": own.cross_entropy,
+    }
     with pytest.raises(LayoutError, match=text):
         phalanx.prepare(model, optimizer, example=batch, **terms)
-    run = phalanx.prepare(model, optimizer, **terms)  # in one piece it is trained
+    run = phalanx.prepare(
+        model, optimizer, **terms
+    )  # in one piece it is trained
     assert run.step(batch).finite

@@ -54,7 +54,9 @@ def made(name: str) -> nn.Module:
 def batches() -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(9)
     ids = [torch.randint(37, (6, 9), generator=draw) for _ in range(3)]
-    return [{"tokens": x[:, :-1], "targets": x[:, 1:].contiguous()} for x in ids]
+    return [
+        {"tokens": x[:, :-1], "targets": x[:, 1:].contiguous()} for x in ids
+    ]
 
 
 def cross_entropy(output: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -81,7 +83,9 @@ def by_hand(name: str) -> tuple[list[float], dict[str, Tensor]]:
     model, losses = made(name), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     for batch in batches():
-        takes = (batch["tokens"], batch["targets"])[: 2 if name == "gpt" else 1]
+        takes = (batch["tokens"], batch["targets"])[
+            : 2 if name == "gpt" else 1
+        ]
         loss = cross_entropy(model(*takes), batch) / batch["targets"].numel()
         optimizer.zero_grad()
         loss.backward()
@@ -90,7 +94,9 @@ def by_hand(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp4", "dp2 tp2 zero3", "pp2 tp2 1f1b:2"])
+@pytest.mark.parametrize(
+    "layout", ["tp2", "tp4", "dp2 tp2 zero3", "pp2 tp2 1f1b:2"]
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_module_sharded_by_a_plan_equals_its_plain_script(
     name: str, layout: str
@@ -103,12 +109,16 @@ def test_a_module_sharded_by_a_plan_equals_its_plain_script(
     for mine, theirs, _ in launch(in_parts, ranks, *given, backend="threads"):
         assert mine == pytest.approx(losses, rel=1e-10)
         for key, weight in weights.items():
-            torch.testing.assert_close(theirs[key], weight, rtol=1e-10, atol=1e-11)
+            torch.testing.assert_close(
+                theirs[key], weight, rtol=1e-10, atol=1e-11
+            )
 
 
 def test_a_rank_holds_a_part_of_what_is_sharded() -> None:
     (_, _, whole), (_, _, part) = (
-        launch(in_parts, n, "grouped", f"tp{n}", GROUPED_PLAN, backend="threads")[0]
+        launch(
+            in_parts, n, "grouped", f"tp{n}", GROUPED_PLAN, backend="threads"
+        )[0]
         for n in (1, 2)
     )
     # q, k, v and o of 24 x 24 and two of 24 x 12, and the MLP's row linear; fused gate and up are whole
@@ -129,8 +139,14 @@ def test_verify_and_train_take_the_plan_of_a_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        ({"attn.c_attm": ColwiseParallel()}, r"no linear .* is named attn\.c_attm"),
-        ({"mlp.c_fc": ColwiseParallel()}, r"transformer\.h\.0\.mlp has no pair"),
+        (
+            {"attn.c_attm": ColwiseParallel()},
+            r"no linear .* is named attn\.c_attm",
+        ),
+        (
+            {"mlp.c_fc": ColwiseParallel()},
+            r"transformer\.h\.0\.mlp has no pair",
+        ),
         ({"mlp": ColwiseParallel()}, r"transformer\.h\.0\.mlp is a Mlp"),
         ({"ln_1": SequenceParallel()}, r"ln_1 is planned as SequenceParallel"),
         ({}, "nothing says how this module is cut"),
@@ -144,7 +160,9 @@ def test_a_plan_that_cannot_be_followed_is_refused(
 
 
 def test_heads_that_tp_does_not_divide_are_refused() -> None:
-    with pytest.raises(phalanx.comm.RankFailed, match="tp3 does not divide 4 heads"):
+    with pytest.raises(
+        phalanx.comm.RankFailed, match="tp3 does not divide 4 heads"
+    ):
         launch(in_parts, 3, "gpt", "tp3", GPT_PLAN, backend="threads")
 
 
@@ -157,8 +175,12 @@ def _mixing(world: World) -> None:
     )  # fmt: skip
 
 
-def test_a_plan_that_shards_what_its_module_mixes_is_found_by_a_trial() -> None:
-    with pytest.raises(phalanx.comm.RankFailed, match="with this plan the loss"):
+def test_a_plan_that_shards_what_its_module_mixes_is_found_by_a_trial() -> (
+    None
+):
+    with pytest.raises(
+        phalanx.comm.RankFailed, match="with this plan the loss"
+    ):
         launch(_mixing, 2, backend="threads")
 
 

@@ -31,7 +31,9 @@ def _batch(step: int) -> dict[str, Tensor]:
     return {
         "tokens": ids[:, :-1].contiguous(),
         "targets": ids[:, 1:].contiguous(),
-        "positions": torch.arange(SHAPE.sequence).expand(SHAPE.batch, -1).contiguous(),
+        "positions": torch.arange(SHAPE.sequence)
+        .expand(SHAPE.batch, -1)
+        .contiguous(),
     }
 
 
@@ -78,7 +80,9 @@ def _plain() -> list[float]:
     losses = []
     for step in range(STEPS + 1):
         batch = _batch(step)
-        total = decoder(batch["tokens"], batch["targets"], positions=batch["positions"])
+        total = decoder(
+            batch["tokens"], batch["targets"], positions=batch["positions"]
+        )
         loss = total / batch["targets"].numel()
         losses.append(loss.item())
         optimizer.zero_grad()
@@ -90,7 +94,13 @@ def _plain() -> list[float]:
 
 @pytest.mark.parametrize(
     "layout",
-    ["", "dp2 zero3 accum:2", "tp2 seq zero1", "pp2 1f1b:2", "cp2 recompute:all"],
+    [
+        "",
+        "dp2 zero3 accum:2",
+        "tp2 seq zero1",
+        "pp2 1f1b:2",
+        "cp2 recompute:all",
+    ],
 )
 def test_steps_need_no_run_and_no_folder(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +109,8 @@ def test_steps_need_no_run_and_no_folder(
     text = f"{layout} fp64"
     ranks = Layout.parse(text).ranks
     wanted = pytest.approx(_plain(), rel=1e-9)
-    for losses in launch(_losses, ranks, text, backend="threads", timeout=30.0):
+    for losses in launch(
+        _losses, ranks, text, backend="threads", timeout=30.0
+    ):
         assert losses == wanted
     assert not list(tmp_path.iterdir())

@@ -77,7 +77,10 @@ class _ZLoss(nn.Module):
         losses = F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), reduction="sum"
         )
-        return losses + self.z * logits.logsumexp(-1)[targets != -100].square().sum()
+        return (
+            losses
+            + self.z * logits.logsumexp(-1)[targets != -100].square().sum()
+        )
 
 
 def _decoder(run: Run) -> Decoder:
@@ -97,19 +100,35 @@ def _decoder(run: Run) -> Decoder:
 
 def _loss(decoder: Decoder, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     """The sum of the losses, and the count of the targets."""
-    shared = {k: v for k, v in batch.items() if k in ("positions", "documents")}
+    shared = {
+        k: v for k, v in batch.items() if k in ("positions", "documents")
+    }
     loss = decoder(batch["tokens"], batch["targets"], **shared)
     return loss, int((batch["targets"] != -100).sum())
 
 
-def _by_hand(run: Run, skipped: Collection[int] = ()) -> tuple[list[float], float]:
+def _by_hand(
+    run: Run, skipped: Collection[int] = ()
+) -> tuple[list[float], float]:
     """The losses of all steps, of which some update nothing, and the validation loss after them."""
-    decoder, batches, o = _decoder(run), batches_of(run, run.shape), run.optimizer
+    decoder, batches, o = (
+        _decoder(run),
+        batches_of(run, run.shape),
+        run.optimizer,
+    )
     weights = dict(decoder.named_parameters())
-    still = [w for n, w in weights.items() if n.endswith(("norm.weight", "bias"))]
-    moving = [w for n, w in weights.items() if not n.endswith(("norm.weight", "bias"))]
+    still = [
+        w for n, w in weights.items() if n.endswith(("norm.weight", "bias"))
+    ]
+    moving = [
+        w
+        for n, w in weights.items()
+        if not n.endswith(("norm.weight", "bias"))
+    ]
     matrices = [
-        w for n, w in weights.items() if n.startswith("layers.") and w.dim() == 2
+        w
+        for n, w in weights.items()
+        if n.startswith("layers.") and w.dim() == 2
     ]
     if o.name == "muon":
         moving = [w for w in moving if not any(w is each for each in matrices)]
@@ -119,9 +138,13 @@ def _by_hand(run: Run, skipped: Collection[int] = ()) -> tuple[list[float], floa
     ]
     optimizer: torch.optim.Optimizer
     if o.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum or 0.0)
+        optimizer = torch.optim.SGD(
+            groups, lr=o.lr, momentum=o.momentum or 0.0
+        )
     else:
-        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+        optimizer = torch.optim.AdamW(
+            groups, lr=o.lr, betas=o.betas, eps=o.eps
+        )
     muon = torch.optim.Muon(
         matrices if o.name == "muon" else [nn.Parameter(torch.empty(0, 0))],
         lr=o.matrix_lr or o.lr, weight_decay=o.weight_decay, nesterov=o.nesterov,
@@ -207,17 +230,25 @@ def test_a_skipped_step_updates_nothing_and_counts_as_no_update_also_after_a_sto
         trained(small(out, *keys, f"steps={stop}"), f"{layout} fp64")
     run = small(out, *keys)
     trained(run, f"{layout} fp64")
-    assert [r["step"] for r in records(out, "skip")] == [step + 1 for step in skipped]
+    assert [r["step"] for r in records(out, "skip")] == [
+        step + 1 for step in skipped
+    ]
     wanted, validation = _by_hand(run, skipped)
     losses = {r["step"]: r["loss"] for r in records(out, "step")}
     assert [losses[step + 1] for step in skipped] == ["nan"] * len(skipped)
     trained_on = [step for step in range(6) if step not in skipped]
     found = [losses[step + 1] for step in trained_on]
-    assert found == pytest.approx([wanted[step] for step in trained_on], rel=1e-9)
-    assert records(out, "validation")[-1]["loss"] == pytest.approx(validation, rel=1e-9)
+    assert found == pytest.approx(
+        [wanted[step] for step in trained_on], rel=1e-9
+    )
+    assert records(out, "validation")[-1]["loss"] == pytest.approx(
+        validation, rel=1e-9
+    )
     # What a checkpoint keeps is the number of updates, not that of steps.
     for done in range(1, 7):
-        updates = read_manifest(out / "checkpoints" / f"step-{done:08}").updates
+        updates = read_manifest(
+            out / "checkpoints" / f"step-{done:08}"
+        ).updates
         made = sum(step < done for step in trained_on)
         assert updates == (None if "sgd" in optimizer[0] else made)
 
@@ -226,9 +257,9 @@ def test_muons_momentum_and_decay_are_torchs(tmp_path: Path) -> None:
     run = small(tmp_path / "run", *PLAIN, *MOMENTUM)
     trained(run, "dp2 zero1 fp64")
     wanted, _ = _by_hand(run)
-    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(
-        wanted, rel=1e-9
-    )
+    assert [
+        r["loss"] for r in records(tmp_path / "run", "step")
+    ] == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -239,12 +270,12 @@ def test_every_key_of_the_optimizer_does_what_torch_does(
     run = small(tmp_path / "run", *PLAIN, *KEYS[key])
     trained(run, layout)
     wanted, validation = _by_hand(run)
-    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(
-        wanted, rel=1e-9
-    )
-    assert records(tmp_path / "run", "validation")[-1]["loss"] == pytest.approx(
-        validation, rel=1e-9
-    )
+    assert [
+        r["loss"] for r in records(tmp_path / "run", "step")
+    ] == pytest.approx(wanted, rel=1e-9)
+    assert records(tmp_path / "run", "validation")[-1][
+        "loss"
+    ] == pytest.approx(validation, rel=1e-9)
     # The key matters: without it, and with what else it needs, the losses are others.
     without = _by_hand(small(tmp_path / "run", *PLAIN, *KEYS[key][:-1]))[0]
     assert max(abs(a - b) for a, b in zip(wanted, without, strict=True)) > 1e-6
@@ -255,9 +286,9 @@ def test_z_loss_is_what_torch_adds(layout: str, tmp_path: Path) -> None:
     run = small(tmp_path / "run", *PLAIN, "z_loss=0.1")
     trained(run, layout)
     wanted, _ = _by_hand(run)
-    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(
-        wanted, rel=1e-9
-    )
+    assert [
+        r["loss"] for r in records(tmp_path / "run", "step")
+    ] == pytest.approx(wanted, rel=1e-9)
     assert wanted[0] > _by_hand(small(tmp_path / "run", *PLAIN))[0][0] + 1.0
 
 
@@ -278,12 +309,18 @@ def test_the_validation_loss_is_a_mean_over_all_tokens_and_not_of_means(
 ) -> None:
     monkeypatch.setattr(rank, "Batches", _Uneven)
     run = small(
-        tmp_path / "run", *PLAIN, "steps=1", "validation.batches=3", "sequence=24"
+        tmp_path / "run",
+        *PLAIN,
+        "steps=1",
+        "validation.batches=3",
+        "sequence=24",
     )
     trained(run, layout)
     _, wanted = _by_hand(run)
     (found,) = records(tmp_path / "run", "validation")
     assert found["loss"] == pytest.approx(wanted, rel=1e-10)
     decoder, batches = _decoder(run), batches_of(run, run.shape)
-    counts = [_loss(decoder, batches.validation(n, slice(0, 6)))[1] for n in range(3)]
+    counts = [
+        _loss(decoder, batches.validation(n, slice(0, 6)))[1] for n in range(3)
+    ]
     assert counts[0] > 1.3 * counts[1] > 1.3 * counts[2]

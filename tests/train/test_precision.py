@@ -29,9 +29,13 @@ from phalanx.verify.reference import draw
 # ---- loss scale
 
 
-def torch_scales(finite: list[bool], first: float, interval: int) -> list[float]:
+def torch_scales(
+    finite: list[bool], first: float, interval: int
+) -> list[float]:
     """What torch's scaler has before each of these steps, and after the last."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=interval)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=first, growth_interval=interval
+    )
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scales = []
@@ -46,7 +50,9 @@ def torch_scales(finite: list[bool], first: float, interval: int) -> list[float]
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 7])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_loss_scale_is_that_of_torchs_scaler(interval: int, seed: int) -> None:
+def test_the_loss_scale_is_that_of_torchs_scaler(
+    interval: int, seed: int
+) -> None:
     chance, ours = random.Random(seed), LossScale(2.0**12, interval)
     finite, scales = [], []
     for _ in range(40):
@@ -78,8 +84,13 @@ def test_the_loss_scale_stays_between_1_and_2_to_the_24() -> None:
     assert scale.scale == 2.0**24
 
 
-def test_only_float16_has_a_loss_scale_and_weights_are_kept_in_float32() -> None:
-    for word, compute in {"fp16": torch.float16, "bf16": torch.bfloat16}.items():
+def test_only_float16_has_a_loss_scale_and_weights_are_kept_in_float32() -> (
+    None
+):
+    for word, compute in {
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+    }.items():
         said = precision_of(word)
         assert (said.compute, said.master, said.reduce) == (
             compute,
@@ -91,7 +102,9 @@ def test_only_float16_has_a_loss_scale_and_weights_are_kept_in_float32() -> None
 
 
 def kept_scale(out: Path, step: int) -> object:
-    return read_manifest(out / "checkpoints" / f"step-{step:08}").state["loss_scale"]
+    return read_manifest(out / "checkpoints" / f"step-{step:08}").state[
+        "loss_scale"
+    ]
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4, 5])
@@ -105,8 +118,14 @@ def test_a_run_that_goes_on_has_the_loss_scale_it_stopped_with(
     )
     expected = torch_scales([True] * 8, 1024.0, 3)
     for until in (stop, 8):
-        trained(small(tmp_path / "run", f"steps={until}", "checkpoint.every=1"), layout)
-        assert kept_scale(tmp_path / "run", until) == [expected[until], until % 3]
+        trained(
+            small(tmp_path / "run", f"steps={until}", "checkpoint.every=1"),
+            layout,
+        )
+        assert kept_scale(tmp_path / "run", until) == [
+            expected[until],
+            until % 3,
+        ]
 
 
 @pytest.mark.parametrize("layout", ["fp16", "dp2 zero1 fp16"])
@@ -115,7 +134,8 @@ def test_a_run_that_goes_on_after_skipped_steps_counts_its_updates_and_not_its_s
 ) -> None:
     # So large that the first steps overflow and are skipped: Adam's count is then below the step.
     monkeypatch.setattr(
-        "phalanx.train.parallelize.LossScale", partial(LossScale, 2.0**23, 1000)
+        "phalanx.train.parallelize.LossScale",
+        partial(LossScale, 2.0**23, 1000),
     )
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     steps = 14
@@ -127,7 +147,9 @@ def test_a_run_that_goes_on_after_skipped_steps_counts_its_updates_and_not_its_s
     for until in (8, steps):
         trained(small(parted, f"steps={until}", constant), layout)
         manifest = read_manifest(parted / "checkpoints" / f"step-{until:08}")
-        assert manifest.updates == until - sum(step <= until for step in skipped)
+        assert manifest.updates == until - sum(
+            step <= until for step in skipped
+        )
     found, wanted = load(parted), load(whole)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -169,7 +191,9 @@ def plain_losses(run: Run, batches: int) -> list[tuple[float, int]]:
         found = []
         for index in range(batches):
             batch = batches_of(run, shape).validation(index)
-            found.append((float(model(**batch)), int((batch["targets"] != -100).sum())))
+            found.append(
+                (float(model(**batch)), int((batch["targets"] != -100).sum()))
+            )
     return found
 
 
@@ -182,7 +206,9 @@ def test_the_validation_loss_is_the_mean_over_all_tokens_of_all_batches(
 ) -> None:
     run = small(tmp_path / "run", f"validation.batches={count}")
     losses = plain_losses(run, count)
-    mean = sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
+    mean = sum(loss for loss, _ in losses) / sum(
+        tokens for _, tokens in losses
+    )
     where = f"{layout} fp64"
     for found in launch(
         validations, Layout.parse(where).ranks, run, where, backend="threads"
@@ -194,11 +220,17 @@ def test_the_validation_loss_is_the_mean_over_all_tokens_of_all_batches(
     assert abs(sum(means) / len(means) / mean - 1) > 1e-6
 
 
-def test_a_run_writes_down_the_validation_loss_of_its_weights(tmp_path: Path) -> None:
+def test_a_run_writes_down_the_validation_loss_of_its_weights(
+    tmp_path: Path,
+) -> None:
     """The rate is so small that no step changes them."""
     run = small(tmp_path / "run", "validation.every=2", "optimizer.lr=1e-30")
     losses = plain_losses(run, 2)
-    mean = sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
+    mean = sum(loss for loss, _ in losses) / sum(
+        tokens for _, tokens in losses
+    )
     trained(run, "dp2 fp64")
-    told = [record["loss"] for record in records(tmp_path / "run", "validation")]
+    told = [
+        record["loss"] for record in records(tmp_path / "run", "validation")
+    ]
     assert told == pytest.approx([mean] * 3, rel=1e-12)

@@ -61,16 +61,26 @@ def files(folder: Path) -> dict[str, str]:
         below = folder / name
         below.mkdir()
         find = "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))"
-        (below / f"{name}.py").write_text(f"{source}\n{find}\nimport imported_part\n")
+        (below / f"{name}.py").write_text(
+            f"{source}\n{find}\nimport imported_part\n"
+        )
         (below / "imported_part.py").write_text(f"NAME = {name!r}\n")
     return {path.stem: str(path) for path in folder.rglob("*.*")}
 
 
 # What rank 1 is told besides, what rank 0 is told besides, and the key that must be named.
 DIFFERENT = [
-    (["optimizer.lr=0.5"], [], "optimizer.lr: rank 1 has 0.5, rank 0 has 0.0003"),
+    (
+        ["optimizer.lr=0.5"],
+        [],
+        "optimizer.lr: rank 1 has 0.5, rank 0 has 0.0003",
+    ),
     (["seed=3"], [], "seed: rank 1 has 3, rank 0 has 0"),
-    (["optimizer.clip=0.5"], [], "optimizer.clip: rank 1 has 0.5, rank 0 has 1.0"),
+    (
+        ["optimizer.clip=0.5"],
+        [],
+        "optimizer.clip: rank 1 has 0.5, rank 0 has 1.0",
+    ),
     (
         ["optimizer.schedule=linear"],
         [],
@@ -79,9 +89,21 @@ DIFFERENT = [
     (["batch=8"], [], "batch: rank 1 has 8, rank 0 has 4"),
     (["sequence=8"], [], "sequence: rank 1 has 8, rank 0 has 12"),
     (["steps=2"], [], "steps: rank 1 has 2, rank 0 has 1"),
-    (["document_masks=false"], [], "document_masks: rank 1 has False, rank 0 has True"),
-    (["checkpoint.every=1"], [], "checkpoint.every: rank 1 has 1, rank 0 has 0"),
-    (["validation.every=1"], [], "validation.every: rank 1 has 1, rank 0 has 0"),
+    (
+        ["document_masks=false"],
+        [],
+        "document_masks: rank 1 has False, rank 0 has True",
+    ),
+    (
+        ["checkpoint.every=1"],
+        [],
+        "checkpoint.every: rank 1 has 1, rank 0 has 0",
+    ),
+    (
+        ["validation.every=1"],
+        [],
+        "validation.every: rank 1 has 1, rank 0 has 0",
+    ),
     (["layout=dp2 zero2"], [], "layout: rank 1 has dp2 zero2, rank 0 has dp2"),
     (["layout=tp2"], [], "layout: rank 1 has tp2, rank 0 has dp2"),
     (["layout=pp2"], [], "layout: rank 1 has pp2"),
@@ -92,7 +114,11 @@ DIFFERENT = [
         "model.heads: rank 1 has 2, rank 0 has 4",
     ),
     (["data=other"], ["data=tokens"], "data: rank 1 has"),
-    (["model=edited:Stranger"], ["model=own:Stranger"], "model file: rank 1 has"),
+    (
+        ["model=edited:Stranger"],
+        ["model=own:Stranger"],
+        "model file: rank 1 has",
+    ),
     (
         ["model=importer:Stranger"],
         ["model=same_importer:Stranger"],
@@ -129,7 +155,8 @@ def words(more: list[str], named: dict[str, str], folder: Path) -> list[str]:
         "validation.batches=0",
     ]
     said = {
-        word.partition("=")[0]: word for word in [*said, f"out={folder / 'run'}", *more]
+        word.partition("=")[0]: word
+        for word in [*said, f"out={folder / 'run'}", *more]
     }
     for key, word in said.items():
         name, colon, rest = word.partition("=")[2].partition(":")
@@ -151,11 +178,16 @@ def started(
     starts = [
         [port, [words(zero, named, folder), words(one, named, folder)]]
         for port, (one, zero, _) in zip(
-            free_ports(len(DIFFERENT) + 2), [*DIFFERENT, same, reseeded], strict=True
+            free_ports(len(DIFFERENT) + 2),
+            [*DIFFERENT, same, reseeded],
+            strict=True,
         )
     ]
     (folder / "starts").write_text(json.dumps(starts))
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     ranks = [
         subprocess.Popen(
@@ -171,7 +203,10 @@ def started(
         for rank in ranks:
             rank.kill()
             rank.wait()
-    ends = [json.loads((folder / f"starts.{rank}").read_text()) for rank in range(2)]
+    ends = [
+        json.loads((folder / f"starts.{rank}").read_text())
+        for rank in range(2)
+    ]
     return [((a[0], a[1]), (b[0], b[1])) for a, b in zip(*ends, strict=True)]
 
 
@@ -210,10 +245,14 @@ def test_what_all_ranks_refuse_while_they_resume_is_a_sentence_of_each(
         assert "Traceback" not in text
 
 
-def train_apart(world: World, out: str, keys: list[str], layouts: list[str]) -> None:
+def train_apart(
+    world: World, out: str, keys: list[str], layouts: list[str]
+) -> None:
     """Each rank with a key and a layout of its own."""
     run = Run.parse(
-        "", "apart", (MODEL, "batch=4", "sequence=16", f"out={out}", keys[world.rank])
+        "",
+        "apart",
+        (MODEL, "batch=4", "sequence=16", f"out={out}", keys[world.rank]),
     )
     train(world, run, layouts[world.rank], quiet=True)
 
@@ -236,7 +275,11 @@ def train_apart(world: World, out: str, keys: list[str], layouts: list[str]) -> 
     ],
 )
 def test_local_ranks_that_differ_refuse_too(
-    backend: str, keys: list[str], layouts: list[str], named: str, tmp_path: Path
+    backend: str,
+    keys: list[str],
+    layouts: list[str],
+    named: str,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(RankFailed, match=named) as caught:
         launch(

@@ -28,7 +28,12 @@ TABLES: list[tuple[str, int, dict[str, int], list[float]]] = [
     ("cosine", 4, {}, [(1 + 0.5**0.5) / 2, 1 / 2, (1 - 0.5**0.5) / 2, 0]),
     ("cosine", 5, {"warmup_steps": 2}, [1 / 2, 1, 3 / 4, 1 / 4, 0]),
     ("wsd", 5, {"decay_steps": 2}, [1, 1, 1, 1 / 2, 0]),
-    ("wsd", 6, {"warmup_steps": 2, "decay_steps": 3}, [1 / 2, 1, 1, 2 / 3, 1 / 3, 0]),
+    (
+        "wsd",
+        6,
+        {"warmup_steps": 2, "decay_steps": 3},
+        [1 / 2, 1, 1, 2 / 3, 1 / 3, 0],
+    ),
     ("wsd", 4, {"warmup_steps": 3, "decay_steps": 1}, [1 / 3, 2 / 3, 1, 0]),
     ("constant", 4, {}, [1, 1, 1, 1]),
     ("constant", 4, {"warmup_steps": 2}, [1 / 2, 1, 1, 1]),
@@ -43,7 +48,12 @@ TABLES += [
     ("wsd", 21, {}, [1] * 18 + [2 / 3, 1 / 3, 0]),
     ("wsd", 25, {"warmup_steps": 1}, [1] * 22 + [2 / 3, 1 / 3, 0]),
     # The rise leaves two steps, and the tail would be three.
-    ("wsd", 21, {"warmup_steps": 19}, [n / 19 for n in range(1, 20)] + [1 / 2, 0]),
+    (
+        "wsd",
+        21,
+        {"warmup_steps": 19},
+        [n / 19 for n in range(1, 20)] + [1 / 2, 0],
+    ),
 ]
 
 
@@ -56,7 +66,9 @@ def test_every_rate_is_the_one_of_a_table_by_hand(
     # With another peak and another end each share lies between these two, after the rise.
     scaled = rates(steps, schedule=schedule, lr=5.0, min_lr=2.0, **keys)
     rise = keys.get("warmup_steps", 0)
-    assert scaled[:rise] == pytest.approx([5.0 * share for share in wanted[:rise]])
+    assert scaled[:rise] == pytest.approx(
+        [5.0 * share for share in wanted[:rise]]
+    )
     assert scaled[rise:] == pytest.approx(
         [2.0 + 3.0 * share for share in wanted[rise:]]
     )
@@ -81,7 +93,9 @@ def test_a_rise_of_none_some_or_all_steps_ends_at_the_peak_and_the_fall_at_the_e
     schedule: str, falling: Callable[[float], float], steps: int
 ) -> None:
     for rise in range(steps + 1):
-        found = rates(steps, schedule=schedule, lr=2.0, min_lr=0.5, warmup_steps=rise)
+        found = rates(
+            steps, schedule=schedule, lr=2.0, min_lr=0.5, warmup_steps=rise
+        )
         up = [2.0 * (step + 1) / rise for step in range(rise)]
         fall = steps - rise
         down = [0.5 + 1.5 * falling((n + 1) / fall) for n in range(fall)]
@@ -90,9 +104,13 @@ def test_a_rise_of_none_some_or_all_steps_ends_at_the_peak_and_the_fall_at_the_e
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_without_an_end_the_rate_falls_to_a_tenth_of_the_peak(schedule: str) -> None:
+def test_without_an_end_the_rate_falls_to_a_tenth_of_the_peak(
+    schedule: str,
+) -> None:
     assert rates(30, schedule=schedule, lr=3.0)[-1] == pytest.approx(0.3)
-    assert rates(30, schedule=schedule, lr=3.0, min_lr=0.0)[-1] == pytest.approx(0.0)
+    assert rates(30, schedule=schedule, lr=3.0, min_lr=0.0)[
+        -1
+    ] == pytest.approx(0.0)
 
 
 # ---- torch's schedulers, of which epoch n is the rate after n steps
@@ -117,15 +135,19 @@ def test_rates_are_those_of_torchs_schedulers(steps: int) -> None:
     annealed = of_torch(
         lambda o: torchs.CosineAnnealingLR(o, steps, eta_min=0.5), steps
     )
-    assert rates(steps, schedule="cosine", lr=2.0, min_lr=0.5) == pytest.approx(
-        annealed
-    )
+    assert rates(
+        steps, schedule="cosine", lr=2.0, min_lr=0.5
+    ) == pytest.approx(annealed)
     falling = of_torch(
         lambda o: torchs.LinearLR(o, 1.0, 0.25, total_iters=steps), steps
     )
-    assert rates(steps, schedule="linear", lr=2.0, min_lr=0.5) == pytest.approx(falling)
+    assert rates(
+        steps, schedule="linear", lr=2.0, min_lr=0.5
+    ) == pytest.approx(falling)
     # A rise of all steps, from zero, is the same for every schedule.
-    rising = of_torch(lambda o: torchs.LambdaLR(o, lambda epoch: epoch / steps), steps)
+    rising = of_torch(
+        lambda o: torchs.LambdaLR(o, lambda epoch: epoch / steps), steps
+    )
     for schedule in ("cosine", "linear", "wsd", "constant"):
         assert rates(
             steps, schedule=schedule, lr=2.0, warmup_steps=steps

@@ -39,9 +39,19 @@ def start() -> Iterator[Start]:
     """Starts a run. One that a failed test leaves behind is killed, and its ranks end with it."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def make(out: Path, *words: str, **streams: Any) -> subprocess.Popen[bytes]:
+    def make(
+        out: Path, *words: str, **streams: Any
+    ) -> subprocess.Popen[bytes]:
         run = subprocess.Popen(
-            [sys.executable, "-c", CODE, "train", *SMALL, f"out={out}", *words],
+            [
+                sys.executable,
+                "-c",
+                CODE,
+                "train",
+                *SMALL,
+                f"out={out}",
+                *words,
+            ],
             env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
             **streams,
         )
@@ -62,7 +72,10 @@ def _whole(out: Path, last: int) -> None:
 
 
 def _until_step(count: int, out: Path, run: subprocess.Popen[bytes]) -> None:
-    while not (out / "metrics.jsonl").exists() or len(records(out, "step")) < count:
+    while (
+        not (out / "metrics.jsonl").exists()
+        or len(records(out, "step")) < count
+    ):
         assert run.poll() is None
         time.sleep(0.05)
 
@@ -88,7 +101,9 @@ def test_a_run_whose_output_nobody_reads_trains_to_its_end(
     layout: str, start: Start, full_pipe: IO[bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    run = start(out, f"layout={layout}", "steps=30", stdout=full_pipe, stderr=full_pipe)
+    run = start(
+        out, f"layout={layout}", "steps=30", stdout=full_pipe, stderr=full_pipe
+    )
     assert run.wait(240) == 0
     _whole(out, 30)
 
@@ -112,26 +127,37 @@ def test_a_run_whose_output_cannot_be_written_says_so_once_and_ends_with_0(
 ) -> None:
     out = tmp_path / "run"
     with open("/dev/full", "wb") as full:
-        run = start(out, "layout=dp2", "steps=5", stdout=full, stderr=subprocess.PIPE)
+        run = start(
+            out, "layout=dp2", "steps=5", stdout=full, stderr=subprocess.PIPE
+        )
         _, told = run.communicate(timeout=240)
     assert run.returncode == 0
     assert re.search(
-        rb"phalanx: \d+ lines of standard output were not shown: No space left", told
+        rb"phalanx: \d+ lines of standard output were not shown: No space left",
+        told,
     )
     assert b"Traceback" not in told
     _whole(out, 5)
 
 
-def test_a_reader_gets_every_line_in_order(start: Start, tmp_path: Path) -> None:
+def test_a_reader_gets_every_line_in_order(
+    start: Start, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     run = start(
-        out, "layout=dp2", "steps=300", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        out,
+        "layout=dp2",
+        "steps=300",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     told, _ = run.communicate(timeout=240)
     assert run.returncode == 0
     lines = told.decode().splitlines()
     numbers = [
-        int(m[1]) for line in lines if (m := re.match(r"step (\d+)/300  loss", line))
+        int(m[1])
+        for line in lines
+        if (m := re.match(r"step (\d+)/300  loss", line))
     ]
     assert numbers == [*range(1, 301)]
     first = [line.partition(",")[0] for line in lines[:3]]
@@ -144,7 +170,11 @@ def test_the_result_is_whole_in_a_pipe_that_is_read_after_the_end(
     start: Start, tmp_path: Path
 ) -> None:
     run = start(
-        tmp_path / "run", "layout=fp32", "steps=3", "--json", stdout=subprocess.PIPE
+        tmp_path / "run",
+        "layout=fp32",
+        "steps=3",
+        "--json",
+        stdout=subprocess.PIPE,
     )
     assert run.wait(240) == 0
     assert run.stdout is not None
@@ -173,7 +203,9 @@ def test_a_paused_terminal_stops_no_run_and_shows_its_last_line_later(
     termios.tcflow(slave, termios.TCOON)
     assert b"step 2" in _read(master, b"step 2")
     run.send_signal(signal.SIGTERM)
-    assert b"asked to stop by SIGTERM: saved at step" in _read(master, b"goodput")
+    assert b"asked to stop by SIGTERM: saved at step" in _read(
+        master, b"goodput"
+    )
     while run.poll() is None:
         if select.select([master], [], [], 0.1)[0]:
             os.read(master, 65536)
@@ -189,6 +221,8 @@ def test_a_failure_is_an_exit_code_though_nobody_reads_why(
     words = ["layout=dp2", "steps=1000000", "train.restarts=0"]
     run = start(out, *words, stdout=full_pipe, stderr=full_pipe)
     _until_step(1, out, run)
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    children = (
+        Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    )
     os.kill(int(children[-1]), signal.SIGKILL)
     assert run.wait(240) == 1

@@ -65,7 +65,9 @@ BEGUN = {
 AMONG_RANKS = {RanksDiffer, PeerFailed}
 
 
-def test_every_error_for_the_user_has_an_exit_code_wherever_it_is_raised() -> None:
+def test_every_error_for_the_user_has_an_exit_code_wherever_it_is_raised() -> (
+    None
+):
     kinds = set(families())
     assert {
         CheckpointError,
@@ -78,7 +80,9 @@ def test_every_error_for_the_user_has_an_exit_code_wherever_it_is_raised() -> No
         misuse = issubclass(kind, CommError) and kind not in AMONG_RANKS
         expected = 1 if kind in BEGUN else 0 if misuse else 2
         assert exit_code_of(error) == expected, kind
-    assert [exit_code_of(each) for each in (ValueError(), OSError(), CommMisuse())] == [
+    assert [
+        exit_code_of(each) for each in (ValueError(), OSError(), CommMisuse())
+    ] == [
         0,
         0,
         0,
@@ -94,12 +98,12 @@ def _refuse(world: World) -> None:
 
 
 @pytest.mark.parametrize("backend", ["threads", "shm"])
-def test_what_a_rank_refuses_reaches_its_launcher_as_a_sentence(backend: str) -> None:
+def test_what_a_rank_refuses_reaches_its_launcher_as_a_sentence(
+    backend: str,
+) -> None:
     with pytest.raises(RankFailed) as failed:
         launch(_refuse, 2, backend=backend, timeout=30.0)
-    sentence = (
-        "RanksFailed: step-1 cannot be loaded. rank 1: it is of another optimizer"
-    )
+    sentence = "RanksFailed: step-1 cannot be loaded. rank 1: it is of another optimizer"
     assert (failed.value.refusal, failed.value.exit_code) == (sentence, 2)
 
 
@@ -107,7 +111,13 @@ def test_what_a_rank_refuses_reaches_its_launcher_as_a_sentence(backend: str) ->
     "error, code, starts",
     [
         (RanksFailed("this cannot be loaded", []), 2, 1),
-        (RunError("run", [Mistake("steps", "these are too many", "Write less")]), 2, 1),
+        (
+            RunError(
+                "run", [Mistake("steps", "these are too many", "Write less")]
+            ),
+            2,
+            1,
+        ),
         (RanksDiffer("the ranks were not started alike"), 2, 1),
         (TrainError("no number is finite"), 1, 1),
         (SaveError("no space left"), 1, 1),
@@ -116,7 +126,9 @@ def test_what_a_rank_refuses_reaches_its_launcher_as_a_sentence(backend: str) ->
         (CommMisuse("a call that cannot be right"), 1, 3),
         (CommError("a lost peer"), 1, 3),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+    ids=lambda value: (
+        type(value).__name__ if isinstance(value, Exception) else ""
+    ),
 )
 def test_only_what_may_go_well_the_next_time_is_started_again(
     error: Exception,
@@ -152,10 +164,14 @@ def test_another_optimizer_is_refused_with_both_names(
     trained(small(out, "steps=1"), "")
     with pytest.raises((CheckpointError, RankFailed)) as refused:
         trained(
-            small(out, "steps=2", "optimizer.name=sgd", "checkpoint.adopt=true"), layout
+            small(
+                out, "steps=2", "optimizer.name=sgd", "checkpoint.adopt=true"
+            ),
+            layout,
         )
-    assert "holds the state of optimizer.name = 'adamw', but the run has 'sgd'" in str(
-        refused.value
+    assert (
+        "holds the state of optimizer.name = 'adamw', but the run has 'sgd'"
+        in str(refused.value)
     )
     # One that keeps no state has nothing that could be of another.
     trained(small(tmp_path / "sgd", "steps=1", "optimizer.name=sgd"), "")
@@ -168,14 +184,27 @@ def test_the_command_refuses_another_optimizer_before_any_rank_starts(
     out = tmp_path / "run"
     run = small(out, "steps=1", "optimizer.name=sgd", "optimizer.momentum=0.9")
     trained(run, "")
-    words = [f"out={out}", "steps=2", f"batch={run.batch}", "sequence=18", "layout=dp2"]
-    assert main(["train", *words, "optimizer.name=muon", "train.restarts=2"]) == 2
+    words = [
+        f"out={out}",
+        "steps=2",
+        f"batch={run.batch}",
+        "sequence=18",
+        "layout=dp2",
+    ]
+    assert (
+        main(["train", *words, "optimizer.name=muon", "train.restarts=2"]) == 2
+    )
     (line,) = capfd.readouterr().err.splitlines()[-1:]
-    assert "holds the state of optimizer.name = 'sgd', but the run has 'muon'" in line
+    assert (
+        "holds the state of optimizer.name = 'sgd', but the run has 'muon'"
+        in line
+    )
 
 
 def test_data_that_fails_within_a_run_is_no_wrong_usage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def batch(rank: Rank, step: int) -> object:
         if step == 2:

@@ -57,9 +57,17 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two runs by themselves, each with a checkpoint at each of three steps."""
-    outs = {name: tmp_path_factory.mktemp(name) / "run" for name in ("first", "second")}
+    outs = {
+        name: tmp_path_factory.mktemp(name) / "run"
+        for name in ("first", "second")
+    }
     for seed, out in enumerate(outs.values()):
-        words = ("steps=3", f"seed={seed}", "checkpoint.every=1", "checkpoint.keep=3")
+        words = (
+            "steps=3",
+            f"seed={seed}",
+            "checkpoint.every=1",
+            "checkpoint.keep=3",
+        )
         trained(small(out, *words, "validation.batches=0"), "")
     return outs
 
@@ -99,9 +107,13 @@ def words(url: str, out: Path, *more: str) -> list[str]:
 # ---- whose a folder is
 
 
-def test_a_folder_with_checkpoints_is_used_under_its_own_id_or_not_at_all() -> None:
+def test_a_folder_with_checkpoints_is_used_under_its_own_id_or_not_at_all() -> (
+    None
+):
     ids = (NONE, "", A, B)
-    for owner, there, own, akin in product((NONE, A, B), ids, ids, (False, True)):
+    for owner, there, own, akin in product(
+        (NONE, A, B), ids, ids, (False, True)
+    ):
         run = run_for(owner, there, own, akin=akin)
         folder = there if owner is None else owner
         if there is None:
@@ -154,20 +166,27 @@ def test_a_copied_run_file_is_refused_while_the_first_run_is_at_work(
     assert not records(tmp_path / "second", "start")
 
 
-def test_a_machine_with_nothing_takes_over_the_id_that_it_finds(tmp_path: Path) -> None:
+def test_a_machine_with_nothing_takes_over_the_id_that_it_finds(
+    tmp_path: Path,
+) -> None:
     url = url_in("memory", tmp_path)
     outs = [tmp_path / name / "run" for name in ("one", "two", "three")]
     ids = set()
     for number, out in enumerate(outs, 1):
         out.parent.mkdir()
         trained(small(out, f"checkpoint.remote={url}", f"steps={number}"), "")
-        ids.add(read_manifest(out / "checkpoints" / f"step-{number:08}").run_id)
+        ids.add(
+            read_manifest(out / "checkpoints" / f"step-{number:08}").run_id
+        )
         ids.add(RunMark.read(out).id)
         ids.add(written(url).run)
         shutil.rmtree(out / "checkpoints")
     (only,) = ids
     assert len(only) == 32
-    assert "this start continues with run" in records(outs[1], "remote")[0]["text"]
+    assert (
+        "this start continues with run"
+        in records(outs[1], "remote")[0]["text"]
+    )
 
 
 def test_a_run_keeps_its_id_without_a_remote_folder(tmp_path: Path) -> None:
@@ -176,7 +195,12 @@ def test_a_run_keeps_its_id_without_a_remote_folder(tmp_path: Path) -> None:
         trained(small(out, f"steps={last}"), "dp2")
     assert read_manifest(out / "checkpoints" / "step-00000001").run_id
     assert (
-        len({read_manifest(p).run_id for p in (out / "checkpoints").glob("step-*")})
+        len(
+            {
+                read_manifest(p).run_id
+                for p in (out / "checkpoints").glob("step-*")
+            }
+        )
         == 1
     )
 
@@ -191,7 +215,8 @@ def test_another_start_of_the_same_run_is_refused_until_its_heartbeat_is_old(
     url = url_in(scheme, tmp_path)
     write(url, elsewhere(claimed(url, runs["first"]).me))
     with pytest.raises(
-        RunLocked, match=r"another start of this run is active .*'node7'.* 0 s ago"
+        RunLocked,
+        match=r"another start of this run is active .*'node7'.* 0 s ago",
     ):
         claimed(url, runs["first"])
     _age(url, remote_owner.STALE - 5)
@@ -200,7 +225,9 @@ def test_another_start_of_the_same_run_is_refused_until_its_heartbeat_is_old(
     _age(url, remote_owner.STALE + 1)
     owner = claimed(url, runs["first"])
     assert written(url).start == owner.me.start
-    assert list(listing(url)) == []  # no file that the look at its age has left
+    assert (
+        list(listing(url)) == []
+    )  # no file that the look at its age has left
 
 
 def _age(url: str, seconds: float) -> None:
@@ -223,7 +250,9 @@ def test_what_the_clocks_of_machines_say_makes_no_owner_old(
     write(
         url,
         replace(
-            owner, heartbeat="1970-01-01 00:00:00 UTC", since="2999-01-01 00:00:00 UTC"
+            owner,
+            heartbeat="1970-01-01 00:00:00 UTC",
+            since="2999-01-01 00:00:00 UTC",
         ),
     )
     with pytest.raises(RunLocked, match="is active there"):
@@ -274,7 +303,9 @@ def test_who_is_known_to_be_gone_is_not_waited_for() -> None:
         B,
         7,
     )
-    other = replace(me, start=new_id(), folder=A)  # another folder on this machine
+    other = replace(
+        me, start=new_id(), folder=A
+    )  # another folder on this machine
     assert not gone(other, me)
     assert gone(replace(other, pid=dead.pid), me)
     # the number is another process's by now
@@ -284,7 +315,9 @@ def test_who_is_known_to_be_gone_is_not_waited_for() -> None:
     # a copy of the folder has it not
     assert not gone(replace(other, folder=B, lock=8), me)
     assert not gone(replace(other, machine="n", pid=dead.pid), me)
-    assert not gone(replace(other, machine="", pid=dead.pid), replace(me, machine=""))
+    assert not gone(
+        replace(other, machine="", pid=dead.pid), replace(me, machine="")
+    )
     assert not gone(replace(other, folder="", lock=7), replace(me, folder=""))
 
 
@@ -294,12 +327,18 @@ def test_the_start_that_holds_the_folder_goes_on_at_once_on_another_machine(
     """An elastic restart, or a job that was queued again: on another host, in a shared folder."""
     out, url = tmp_path / "run", url_in("file", tmp_path / "there")
     shutil.copytree(runs["first"], out)
-    run = small(out, f"checkpoint.remote={url}", "steps=4", "validation.batches=0")
+    run = small(
+        out, f"checkpoint.remote={url}", "steps=4", "validation.batches=0"
+    )
     trained(run, "")
     write(
         url,
         replace(
-            written(url), machine="another", host="node7", start=new_id(), ended=False
+            written(url),
+            machine="another",
+            host="node7",
+            start=new_id(),
+            ended=False,
         ),
     )
     (outcome,) = trained(replace(run, steps=5), "")
@@ -309,14 +348,20 @@ def test_the_start_that_holds_the_folder_goes_on_at_once_on_another_machine(
     write(
         url,
         replace(
-            written(url), machine="another", host="node7", start=new_id(), ended=False
+            written(url),
+            machine="another",
+            host="node7",
+            start=new_id(),
+            ended=False,
         ),
     )
     with pytest.raises(RunLocked, match="is active there"):
         trained(replace(run, out=str(copy), steps=6), "")
 
 
-def test_a_start_whose_process_was_killed_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_start_whose_process_was_killed_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
     url, first = url_in("file", tmp_path / "there"), tmp_path / "first"
     code = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
@@ -334,7 +379,8 @@ def test_a_start_whose_process_was_killed_is_not_waited_for(tmp_path: Path) -> N
     shutil.rmtree(first)
     # Nothing is left of it but the remote folder.
     (outcome,) = trained(
-        small(tmp_path / "run", f"checkpoint.remote={url}", f"steps={newest}"), ""
+        small(tmp_path / "run", f"checkpoint.remote={url}", f"steps={newest}"),
+        "",
     )
     assert (outcome.step, outcome.not_uploaded) == (newest, "")
 
@@ -376,7 +422,9 @@ def test_a_folder_that_is_lost_in_the_middle_of_an_upload_gets_no_manifest(
     assert uploaded(runs["first"], [1], url) == [""]
 
     def take_over(name: str, path: str) -> None:
-        if name == "write" and path.endswith("step-00000002/rank-00000.safetensors"):
+        if name == "write" and path.endswith(
+            "step-00000002/rank-00000.safetensors"
+        ):
             Faulty.before = staticmethod(lambda name, path: None)
             write(url, replace(elsewhere(written(url)), start=new_id()))
 
@@ -437,7 +485,9 @@ def _both_claim(
     first = _try(lambda: claimed(url, runs["first"]))
     Faulty.before = staticmethod(lambda name, path: None)
     Flat.before = staticmethod(lambda: None)
-    return first, starts[0] if starts else _try(lambda: claimed(url, runs["second"]))
+    return first, starts[0] if starts else _try(
+        lambda: claimed(url, runs["second"])
+    )
 
 
 def _try(work: Callable[[], Ownership]) -> Ownership | None:
@@ -462,7 +512,9 @@ def test_a_start_that_another_has_written_over_does_not_begin(
 ) -> None:
     """It was the slower one to read, and the first to write."""
     url = url_in(scheme, tmp_path / "there")
-    other = elsewhere(claimed(url_in("memory", tmp_path / "other"), runs["second"]).me)
+    other = elsewhere(
+        claimed(url_in("memory", tmp_path / "other"), runs["second"]).me
+    )
 
     def write_over(*about: str) -> None:
         Faulty.before, Flat.before = (
@@ -478,8 +530,13 @@ def test_a_start_that_another_has_written_over_does_not_begin(
                 staticmethod(write_over),
             )
 
-    Faulty.before, Flat.before = staticmethod(write_over), staticmethod(write_over)
-    with pytest.raises(RunLocked, match=r"another run is active there .*'node7'"):
+    Faulty.before, Flat.before = (
+        staticmethod(write_over),
+        staticmethod(write_over),
+    )
+    with pytest.raises(
+        RunLocked, match=r"another run is active there .*'node7'"
+    ):
         claimed(url, runs["first"])
     assert written(url).start == other.start
 
@@ -521,7 +578,10 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_an_owner_file_that_says_nothing_is_written_again(
-    text: bytes, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: bytes,
+    runs: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, url = tmp_path / "run", url_in("memory", tmp_path)
     shutil.copytree(runs["first"], out)
@@ -563,24 +623,36 @@ def test_what_is_not_this_run_s_is_never_removed_renamed_or_gone_on_with(
     put(url, runs["second"] / "checkpoints" / "step-00000003")
     # Of nobody: files without a word of whose they are, and a file where a folder should be.
     (there / "step-00000006").mkdir()
-    (there / "step-00000006" / "rank-00000.safetensors").write_bytes(b"anybody's")
+    (there / "step-00000006" / "rank-00000.safetensors").write_bytes(
+        b"anybody's"
+    )
     (there / "step-00000009").write_bytes(b"no folder")
     (there / "notes.txt").write_bytes(b"mine")
     before = listing(url)
     (error,) = uploaded(out, [2], url)
-    assert "step-00000002: belongs to another run and is left untouched" in error
+    assert (
+        "step-00000002: belongs to another run and is left untouched" in error
+    )
     assert uploaded(out, [1], url) == [""]
     assert listing(url) == before
     # A further step of this run: its own older one goes, and nothing else.
     run = small(
-        out, f"checkpoint.remote={url}", "steps=20", "seed=0", "checkpoint.keep=2"
+        out,
+        f"checkpoint.remote={url}",
+        "steps=20",
+        "seed=0",
+        "checkpoint.keep=2",
     )
     shutil.rmtree(out / "checkpoints" / "step-00000003")
     shutil.rmtree(out / "checkpoints" / "step-00000002")
-    (outcome,) = trained(replace(run, checkpoint=replace(run.checkpoint, every=10)), "")
+    (outcome,) = trained(
+        replace(run, checkpoint=replace(run.checkpoint, every=10)), ""
+    )
     assert (outcome.step, outcome.not_uploaded) == (20, "")
     assert "resuming at step 1 " in records(out, "resume")[-1]["text"]
-    assert "step-00000003 there is another run's" in str(records(out, "damaged"))
+    assert "step-00000003 there is another run's" in str(
+        records(out, "damaged")
+    )
     after = listing(url)
     own = {name for name in before if "/step-00000001/" in name}
     assert {name: after.get(name) for name in before if name not in own} == {
@@ -615,7 +687,10 @@ def test_what_an_earlier_version_uploaded_is_adopted_if_it_is_the_run_s(
     owner.release(RemoteFolder(url))
     shutil.rmtree(out / "checkpoints" / "step-00000003")
     (outcome,) = trained(
-        small(out, f"checkpoint.remote={url}", "steps=4", "checkpoint.every=1"), ""
+        small(
+            out, f"checkpoint.remote={url}", "steps=4", "checkpoint.every=1"
+        ),
+        "",
     )
     assert (outcome.step, outcome.not_uploaded) == (4, "")
     # those without an id were its own, and old
@@ -626,7 +701,9 @@ def _without_id(out: Path, step: int) -> Path:
     """Make a checkpoint one as earlier versions made it."""
     path = out / "checkpoints" / f"step-{step:08}"
     manifest = read_manifest(path)
-    config = {key: value for key, value in manifest.config.items() if key != "id"}
+    config = {
+        key: value for key, value in manifest.config.items() if key != "id"
+    }
     (path / "manifest.json").write_text(str(replace(manifest, config=config)))
     return path
 
@@ -681,7 +758,9 @@ def test_a_store_that_answers_later_gets_the_next_checkpoint(
             raise ConnectionError("no route to host")
 
     Faulty.before = staticmethod(refuse)
-    run = small(out, f"checkpoint.remote={url}", "steps=6", "checkpoint.every=1")
+    run = small(
+        out, f"checkpoint.remote={url}", "steps=6", "checkpoint.every=1"
+    )
     (outcome,) = trained(run, "")
     assert (outcome.step, outcome.not_uploaded) == (6, "")
     assert "no route to host" in records(out, "remote")[0]["text"]
@@ -698,7 +777,9 @@ def test_a_run_that_cannot_read_the_store_and_has_nothing_does_not_begin_anew(
         raise PermissionError("no credentials")
 
     Faulty.before = staticmethod(refuse)
-    with pytest.raises(CheckpointError, match="no checkpoint could be fetched"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint could be fetched"
+    ):
         trained(small(tmp_path / "run", f"checkpoint.remote={url}"), "")
 
 
@@ -708,9 +789,16 @@ def test_a_start_that_is_refused_leaves_no_one_waiting(
     """A mistake on a new machine: the run's own must not wait until its heartbeat is old."""
     url = url_in("file", tmp_path / "there")
     assert uploaded(runs["first"], [3], url) == [""]
-    other: Any = {"hidden": 32, "heads": 2, "layers": 3, "ffn": 24, "vocab": 256}
+    other: Any = {
+        "hidden": 32,
+        "heads": 2,
+        "layers": 3,
+        "ffn": 24,
+        "vocab": 256,
+    }
     wrong = replace(
-        small(tmp_path / "run", f"checkpoint.remote={url}", "steps=4"), model=other
+        small(tmp_path / "run", f"checkpoint.remote={url}", "steps=4"),
+        model=other,
     )
     with pytest.raises(CheckpointError, match="belongs to a different model"):
         trained(wrong, "")

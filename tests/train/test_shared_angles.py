@@ -55,7 +55,9 @@ def executor_of(
     return Watched(local, program, world.rank, AdamW()), own
 
 
-@pytest.mark.parametrize("shape", [GQA, LOCAL], ids=["one theta", "two thetas"])
+@pytest.mark.parametrize(
+    "shape", [GQA, LOCAL], ids=["one theta", "two thetas"]
+)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_a_rank_computes_angles_once_for_each_microbatch_and_theta(
     text: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
@@ -78,7 +80,10 @@ def test_a_rank_computes_angles_once_for_each_microbatch_and_theta(
 
     monkeypatch.setattr(Rope, "angles", counting)
     counts = launch(step, layout.ranks, backend="threads")
-    assert counts == [layout.microbatches * (2 if shape is LOCAL else 1)] * layout.ranks
+    assert (
+        counts
+        == [layout.microbatches * (2 if shape is LOCAL else 1)] * layout.ranks
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,8 +101,12 @@ def test_shared_angles_give_the_bits_that_every_block_gave_by_itself(
         executor, own = executor_of(world, LOCAL, layout, dtype)
         if not shared:
             executor.local = replace(executor.local, derived={})
-        losses = [torch.tensor(executor.step(own, 1e-2).loss) for _ in range(2)]
-        return losses + [unit.home.clone() for unit in executor.local.units.values()]
+        losses = [
+            torch.tensor(executor.step(own, 1e-2).loss) for _ in range(2)
+        ]
+        return losses + [
+            unit.home.clone() for unit in executor.local.units.values()
+        ]
 
     def shares(world: World) -> list[Tensor]:
         return trained(world, shared=True)
@@ -105,7 +114,10 @@ def test_shared_angles_give_the_bits_that_every_block_gave_by_itself(
     def alone(world: World) -> list[Tensor]:
         return trained(world, shared=False)
 
-    both = (launch(each, layout.ranks, backend="threads") for each in (shares, alone))
+    both = (
+        launch(each, layout.ranks, backend="threads")
+        for each in (shares, alone)
+    )
     for with_them, without in zip(*both, strict=True):
         assert all(map(torch.equal, with_them, without))
 
@@ -126,4 +138,7 @@ def test_only_microbatches_under_way_have_their_angles() -> None:
         executor.step(own, 1e-3)
         return executor.most
 
-    assert launch(most, 2, backend="threads") == [2, 1]  # as many as 1F1B has under way
+    assert launch(most, 2, backend="threads") == [
+        2,
+        1,
+    ]  # as many as 1F1B has under way

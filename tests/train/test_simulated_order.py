@@ -60,9 +60,16 @@ class Delayed(Group):
     `times` is a group of the same ranks, that carries when each of them began the call.
     """
 
-    def __init__(self, inner: Group, times: Group, clock: Clock, delay: float) -> None:
+    def __init__(
+        self, inner: Group, times: Group, clock: Clock, delay: float
+    ) -> None:
         super().__init__(inner.name, inner.rank, inner.ranks, inner.device)
-        self.inner, self.times, self.clock, self.delay = inner, times, clock, delay
+        self.inner, self.times, self.clock, self.delay = (
+            inner,
+            times,
+            clock,
+            delay,
+        )
         self.begun: dict[object, list[Timed]] = defaultdict(list)
         self.log: dict[object, Log] = defaultdict(list)
 
@@ -76,7 +83,10 @@ class Delayed(Group):
             began = torch.zeros(1, dtype=torch.float64)
             lane: object = call.at
             timed = Timed(
-                self, lane, work, self.times.receive(began, call.at, wait=False)
+                self,
+                lane,
+                work,
+                self.times.receive(began, call.at, wait=False),
             )
             timed.posted, timed.began = self.clock.now, began
         else:
@@ -93,7 +103,9 @@ class Timed(Work):
     posted = 0.0
     began: Tensor
 
-    def __init__(self, group: Delayed, lane: object, work: Work, stamp: Work) -> None:
+    def __init__(
+        self, group: Delayed, lane: object, work: Work, stamp: Work
+    ) -> None:
         self.group, self.lane, self.work, self.stamp = group, lane, work, stamp
 
     def wait(self) -> None:
@@ -103,7 +115,9 @@ class Timed(Work):
         while len(log) <= calls.index(self):  # those before it have ended, too
             call = calls[len(log)]
             call.stamp.wait()
-            start = max(float(call.began), call.posted, log[-1][1] if log else 0.0)
+            start = max(
+                float(call.began), call.posted, log[-1][1] if log else 0.0
+            )
             log.append((start, start + group.delay))
         group.clock.now = max(group.clock.now, log[calls.index(self)][1])
 
@@ -134,7 +148,11 @@ GROUPS = {
 
 
 def timed_step(
-    world: World, layout: Layout, shape: str, agree: bool, kinds: dict[str, float]
+    world: World,
+    layout: Layout,
+    shape: str,
+    agree: bool,
+    kinds: dict[str, float],
 ) -> tuple[Program, Timeline, dict[str, Log]]:
     """This rank's step on a made-up clock, and when the calls of each group started and ended."""
     model = cut_blocks(build_model(SHAPES[shape]), layout)
@@ -145,17 +163,23 @@ def timed_step(
     clock = Clock()
     costs = {
         **kinds,
-        ops.REDUCE_REPLICAS: kinds[ops.REDUCE_REPLICAS if layout.zero else ops.REDUCE],
+        ops.REDUCE_REPLICAS: kinds[
+            ops.REDUCE_REPLICAS if layout.zero else ops.REDUCE
+        ],
     }
     delayed: dict[tuple[str, int], Delayed] = {}  # units share groups
 
-    def slow(groups: DataclassInstance, its_times: DataclassInstance) -> dict[str, Any]:
+    def slow(
+        groups: DataclassInstance, its_times: DataclassInstance
+    ) -> dict[str, Any]:
         """The groups by name, each as late as its operations cost."""
         names = {field.name for field in fields(groups)} & {*GROUPS}
         return {
             name: delayed.setdefault(
                 (name, id(group)),
-                Delayed(group, getattr(its_times, name), clock, costs[GROUPS[name]]),
+                Delayed(
+                    group, getattr(its_times, name), clock, costs[GROUPS[name]]
+                ),
             )
             for name in sorted(names)
             for group in [getattr(groups, name)]
@@ -178,7 +202,9 @@ def timed_step(
         unit.groups = replace(
             unit.groups, **slow(unit.groups, times.units[number]), also=also
         )
-    known = {field.name for kind in (Groups, UnitGroups) for field in fields(kind)}
+    known = {
+        field.name for kind in (Groups, UnitGroups) for field in fields(kind)
+    }
     assert known >= set(GROUPS) - {"norms"}
     executor = Executor(held, program, world.rank, AdamW(), clip=float(agree))
     executor.out, executor.back = (
@@ -196,10 +222,14 @@ def timed_step(
 
             executor.handlers[kind] = computes
     batch = batch_of(SHAPES[shape], 0, dtype=torch.float32)
-    own = microbatches(batch, layout, held.coordinates["data"], held.coordinates["cp"])
+    own = microbatches(
+        batch, layout, held.coordinates["data"], held.coordinates["cp"]
+    )
     timeline = executor.step(own, 1e-3).timeline
     logs = {
-        name: log for (name, _), group in delayed.items() for log in group.log.values()
+        name: log
+        for (name, _), group in delayed.items()
+        for log in group.log.values()
     }
     world.clear()
     return program, timeline, logs
@@ -209,7 +239,9 @@ def _by_op(
     spans: tuple[Span, ...], rank: int, lane: str
 ) -> dict[str, tuple[float, float]]:
     return {
-        str(s.op): (s.start, s.end) for s in spans if (s.rank, s.lane) == (rank, lane)
+        str(s.op): (s.start, s.end)
+        for s in spans
+        if (s.rank, s.lane) == (rank, lane)
     }
 
 
@@ -244,7 +276,9 @@ def test_every_operation_starts_and_ends_when_simulate_says(
     if text == "tp2 seq":
         kinds = {**kinds, ops.REDUCE: 0.0}
     routed = SHAPES[shape].experts > 0
-    if routed:  # a block's experts are a unit of their own, whose calls are others
+    if (
+        routed
+    ):  # a block's experts are a unit of their own, whose calls are others
         kinds = {**kinds, "S": 0.0, "G": 0.0}
     ranks = launch(
         timed_step,
@@ -268,7 +302,9 @@ def test_every_operation_starts_and_ends_when_simulate_says(
         }
         # What runs beside: each lane's calls in their order.
         for name, kind in GROUPS.items():
-            if kind in (ops.GATHER, *ops.REDUCTIONS) and (routed or text == "tp2 seq"):
+            if kind in (ops.GATHER, *ops.REDUCTIONS) and (
+                routed or text == "tp2 seq"
+            ):
                 continue
             if kind in ops.KINDS and not (
                 kind == ops.REDUCE_REPLICAS and not program.replicated
@@ -277,7 +313,9 @@ def test_every_operation_starts_and_ends_when_simulate_says(
                 also = (ops.EXCHANGE_GRADIENT,) if kind == ops.EXCHANGE else ()
                 kinds_ = (kind, *also)
                 spans = [
-                    s for s in expected.spans if s.rank == rank and s.op.kind in kinds_
+                    s
+                    for s in expected.spans
+                    if s.rank == rank and s.op.kind in kinds_
                 ]
                 if kind == ops.REDUCE and not layout.zero:
                     name = "replica"
@@ -292,21 +330,36 @@ def test_slow_reductions_hold_up_the_backward_as_simulated() -> None:
     kinds = {**dict.fromkeys(FAST, 0.0), "S": 0.3}
     layout = Layout.parse("dp2 zero2")
     program, timeline, logs = launch(
-        timed_step, 2, layout, "gqa", True, kinds, backend="threads", timeout=60
+        timed_step,
+        2,
+        layout,
+        "gqa",
+        True,
+        kinds,
+        backend="threads",
+        timeout=60,
     )[0]
     assert sum(op.kind == "S" for op in program.rows[0]) == 6
     for spans in (timeline.spans, simulate(program, Costs(kinds)).spans):
         begins = _by_op(spans, 0, ops.COMPUTE)
         assert begins["0B0"][0] == pytest.approx(0.9)
         assert begins["5U"][0] == pytest.approx(1.8)
-    assert logs["reduce"] == [pytest.approx((0.3 * n, 0.3 * (n + 1))) for n in range(6)]
+    assert logs["reduce"] == [
+        pytest.approx((0.3 * n, 0.3 * (n + 1))) for n in range(6)
+    ]
 
 
 def test_dispatch_is_hidden_behind_another_microbatch() -> None:
     """Twelve pieces, three of them experts: of a microbatch tokens travel twelve times, 0.5 s each, beside
     12 s of forward and 24 s of backward. Overlapped, nobody waits but in the first forward and in the
     last backward, six times each."""
-    kinds = {**dict.fromkeys(FAST, 0.0), "F": 1.0, "B": 2.0, "E": 0.5, "J": 0.5}
+    kinds = {
+        **dict.fromkeys(FAST, 0.0),
+        "F": 1.0,
+        "B": 2.0,
+        "E": 0.5,
+        "J": 0.5,
+    }
     for text, seconds in (
         ("ep2 accum:3", 108 + 3 * 12 * 0.5),
         ("ep2 accum:3 overlap", 108 + 12 * 0.5),

@@ -22,7 +22,13 @@ from phalanx.layout.journal import last_record
 from phalanx.train import checkpoint, stop
 from phalanx.train.checkpoint import steps
 from phalanx.train.optimizer import learning_rate
-from phalanx.train.stop import STOP, PassedOn, StopError, StopRequests, made_between
+from phalanx.train.stop import (
+    STOP,
+    PassedOn,
+    StopError,
+    StopRequests,
+    made_between,
+)
 
 SMALL = [
     "model={layers=1,hidden=16,heads=2,ffn=24,vocab=256}", "batch=2", "sequence=8",
@@ -94,7 +100,9 @@ def test_a_stop_file_ends_a_run_for_good_whatever_it_is(
     assert run(lambda out: KINDS[kind](out / STOP)) == 0
     assert "asked to stop by STOP: saved at step 3" in capfd.readouterr().out
     assert records(out, "stop")[0]["by"] == STOP
-    assert [path.name for path in steps(out / "checkpoints")] == ["step-00000003"]
+    assert [path.name for path in steps(out / "checkpoints")] == [
+        "step-00000003"
+    ]
     assert not os.path.lexists(out / STOP)
     assert run(lambda out: None) == 0
     assert records(out, "end")[0]["step"] == 9
@@ -175,7 +183,9 @@ def test_a_run_leaves_another_run_s_folder_in_the_place_of_its_own_alone(
     assert run(replace) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"FolderReplaced: {out} was removed or renamed")
-    assert "another run is active in its place (host 'another', process 7" in line
+    assert (
+        "another run is active in its place (host 'another', process 7" in line
+    )
     assert [path.name for path in out.iterdir()] == [".run.lock"]
     assert (out / ".run.lock").read_text() == locked
 
@@ -206,7 +216,13 @@ def test_a_save_whose_folder_is_removed_meanwhile_does_not_end_the_run(
     monkeypatch.setattr(checkpoint, "commit", removed)
     assert run(lambda out: None, "checkpoint.every=2") == 0
     saves = records(out, "checkpoint")
-    assert [bool(save["error"]) for save in saves] == [True, False, False, False, False]
+    assert [bool(save["error"]) for save in saves] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert "its folder was deleted during the save" in saves[0]["error"]
 
 
@@ -274,7 +290,9 @@ def test_a_signal_reaches_ranks_that_no_file_can_be_made_for(
         def terminate(self) -> None:
             asked.append(self)
 
-    monkeypatch.setattr("multiprocessing.active_children", lambda: [Rank(), Rank()])
+    monkeypatch.setattr(
+        "multiprocessing.active_children", lambda: [Rank(), Rank()]
+    )
     with _passed_on(tmp_path / "gone" / STOP):
         os.kill(os.getpid(), signal.SIGTERM)
     assert len(asked) == 2
@@ -283,13 +301,21 @@ def test_a_signal_reaches_ranks_that_no_file_can_be_made_for(
 # ---- files of earlier runs
 
 
-def test_a_file_counts_if_all_its_times_lie_between_the_start_and_now() -> None:
+def test_a_file_counts_if_all_its_times_lie_between_the_start_and_now() -> (
+    None
+):
     assert made_between(100.0, 110.0, 105.0, 105.0)
     assert made_between(100.0, 110.0, 100.0, 110.0)
-    assert not made_between(100.0, 110.0, 99.0, 105.0)  # moved here: it was made before
+    assert not made_between(
+        100.0, 110.0, 99.0, 105.0
+    )  # moved here: it was made before
     assert not made_between(100.0, 110.0, 99.0, 99.0)
-    assert not made_between(100.0, 110.0, 710.0, 105.0)  # touch -d "10 minutes"
-    assert not made_between(100.0, 110.0, 710.0, 710.0)  # the clock was set back since
+    assert not made_between(
+        100.0, 110.0, 710.0, 105.0
+    )  # touch -d "10 minutes"
+    assert not made_between(
+        100.0, 110.0, 710.0, 710.0
+    )  # the clock was set back since
 
 
 # A day old, and not ten minutes: the file counts if it is younger than this process, and the tests
@@ -325,10 +351,14 @@ def test_times_are_compared_by_the_file_server_s_clock(
     assert stop.remove_stale_stop(config, begun) == ""
     assert file.exists()
     later = begun + 5.0
-    assert "was left by an earlier run" in stop.remove_stale_stop(config, later + 1.0)
+    assert "was left by an earlier run" in stop.remove_stale_stop(
+        config, later + 1.0
+    )
 
 
-def test_a_stop_between_two_starts_of_a_launcher_counts(tmp_path: Path) -> None:
+def test_a_stop_between_two_starts_of_a_launcher_counts(
+    tmp_path: Path,
+) -> None:
     """A job waits in a queue, or its ranks are started again, when a user asks it to stop."""
     config = small(tmp_path / "run", "steps=9")
     out = Path(config.out)
@@ -337,18 +367,22 @@ def test_a_stop_between_two_starts_of_a_launcher_counts(tmp_path: Path) -> None:
     ended = journal.read_text()
     journal.write_text(ended.replace('"event": "end"', '"event": "stop"'))
     (out / STOP).touch()
-    outcome = trained(small(out, "steps=9", "optimizer.schedule=constant"), "")[0]
+    outcome = trained(
+        small(out, "steps=9", "optimizer.schedule=constant"), ""
+    )[0]
     assert (outcome.step, outcome.stopped, outcome.by) == (3, True, STOP)
     # After its proper end there is nothing to stop: the file was meant for what is over.
     journal.write_text(ended)
     (out / STOP).touch()
     os.utime(out / STOP, (time.time() - 60,) * 2)
-    assert not trained(small(out, "steps=9", "optimizer.schedule=constant"), "")[
-        0
-    ].stopped
+    assert not trained(
+        small(out, "steps=9", "optimizer.schedule=constant"), ""
+    )[0].stopped
 
 
-def test_the_last_record_of_a_journal_is_read_from_its_end(tmp_path: Path) -> None:
+def test_the_last_record_of_a_journal_is_read_from_its_end(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("")
     assert last_record(path) == {}
@@ -368,10 +402,16 @@ def test_a_stop_that_cannot_be_removed_is_an_error_of_the_user_s() -> None:
 # ---- files in the places of ours
 
 
-@pytest.mark.parametrize("name", [".run.lock", ".ranks.lock", ".run.stop", ".run.held"])
+@pytest.mark.parametrize(
+    "name", [".run.lock", ".ranks.lock", ".run.stop", ".run.held"]
+)
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "a link to nothing"])
 def test_something_else_in_the_place_of_a_file_of_ours_is_a_sentence_or_no_harm(
-    name: str, kind: str, run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str,
+    kind: str,
+    run: Run,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
     out.mkdir()

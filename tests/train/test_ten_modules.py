@@ -9,7 +9,9 @@ import pytest
 from ten_modules import LAYOUTS, MODULES, compared
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-own-loop.md"
-ROWS = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE.read_text(), re.M)
+ROWS = re.findall(
+    r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE.read_text(), re.M
+)
 CELLS = {row[0]: row[1:] for row in ROWS if row[0] in MODULES}
 # Mamba's scan is computed in float32, whatever the weights.
 WITHIN = dict.fromkeys(MODULES, 1e-12) | {"Mamba (transformers)": 1e-6}

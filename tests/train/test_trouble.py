@@ -66,7 +66,9 @@ def test_a_seed_that_no_checkpoint_can_tell_is_refused_before_anything_starts(
 
 
 def test_go_on_goes_on_when_no_metrics_can_be_written(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(journal: Journal, line: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -74,13 +76,18 @@ def test_go_on_goes_on_when_no_metrics_can_be_written(
     monkeypatch.setattr(Journal, "_append", full)
     out = tmp_path / "run"
     assert main(["train", *WORDS, "steps=2", f"out={out}", GO_ON]) == 0
-    assert "metrics.jsonl: 6 lines could not be written" in capfd.readouterr().out
+    assert (
+        "metrics.jsonl: 6 lines could not be written" in capfd.readouterr().out
+    )
     assert verify_checkpoint(steps(out / "checkpoints")[0]) == []
     for layout in ("", "dp2"):
         with pytest.raises((JournalError, RankFailed)) as refused:
-            trained(Run.parse("", "run", (*WORDS, "steps=3", f"out={out}")), layout)
-        assert "metrics.jsonl cannot be written: No space left on device" in str(
-            refused.value
+            trained(
+                Run.parse("", "run", (*WORDS, "steps=3", f"out={out}")), layout
+            )
+        assert (
+            "metrics.jsonl cannot be written: No space left on device"
+            in str(refused.value)
         )
 
 
@@ -239,7 +246,12 @@ def tokens(tmp_path: Path) -> Path:
     text.mkdir()
     for n in range(40):
         (text / f"{n}.txt").write_text(f"document {n} " * 400)
-    assert data_verb.run(["prepare", str(text), "--out", str(tmp_path / "tokens")]) == 0
+    assert (
+        data_verb.run(
+            ["prepare", str(text), "--out", str(tmp_path / "tokens")]
+        )
+        == 0
+    )
     return tmp_path / "tokens"
 
 
@@ -272,7 +284,9 @@ def test_offsets_that_are_cut_under_a_run_are_named(tokens: Path) -> None:
 # ---- nobody who reads
 
 
-def test_a_run_saves_though_its_terminal_or_pipe_is_gone(tmp_path: Path) -> None:
+def test_a_run_saves_though_its_terminal_or_pipe_is_gone(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     code = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
@@ -319,14 +333,23 @@ def test_a_loss_scale_off_its_default_is_gone_on_with(
     monkeypatch.setattr(loop, "Rank", Scaled)
     monkeypatch.setattr(Scaled, "begins", (256.0, 41))
     out = tmp_path / "run"
-    trained(small(out, "machine=", "steps=2", "optimizer.schedule=constant"), "fp16")
-    trained(small(out, "machine=", "steps=4", "optimizer.schedule=constant"), "fp16")
+    trained(
+        small(out, "machine=", "steps=2", "optimizer.schedule=constant"),
+        "fp16",
+    )
+    trained(
+        small(out, "machine=", "steps=4", "optimizer.schedule=constant"),
+        "fp16",
+    )
     assert scales == [(256.0, 41), (256.0, 42), (256.0, 43), (256.0, 44)]
     assert read_manifest(steps(out / "checkpoints")[0]).state == {
         "loss_scale": [256.0, 45]
     }
     whole = tmp_path / "whole"
-    trained(small(whole, "machine=", "steps=4", "optimizer.schedule=constant"), "fp16")
+    trained(
+        small(whole, "machine=", "steps=4", "optimizer.schedule=constant"),
+        "fp16",
+    )
     assert losses(out) == losses(whole)
     assert weights(out, 4) == weights(whole, 4)
 
@@ -334,7 +357,9 @@ def test_a_loss_scale_off_its_default_is_gone_on_with(
 @pytest.mark.parametrize(
     "kept", [["x", 1], [256.0], [0.0, 1], [math.inf, 1], [-2.0, 0], 7]
 )
-def test_a_loss_scale_that_is_none_is_refused(kept: Any, tmp_path: Path) -> None:
+def test_a_loss_scale_that_is_none_is_refused(
+    kept: Any, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     trained(small(out, "machine=", "steps=1"), "fp16")
     path = steps(out / "checkpoints")[0] / "manifest.json"

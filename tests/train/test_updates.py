@@ -49,7 +49,10 @@ class FlatUnit:
 def of_torch(
     kind: AdamW | Sgd, start: Tensor
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    weights = [nn.Parameter(start[:16].clone()), nn.Parameter(start[16:].clone())]
+    weights = [
+        nn.Parameter(start[:16].clone()),
+        nn.Parameter(start[16:].clone()),
+    ]
     groups = [
         {"params": weights[:1], "weight_decay": kind.decay},
         {"params": weights[1:], "weight_decay": 0.0},
@@ -57,7 +60,9 @@ def of_torch(
     if isinstance(kind, Sgd):
         return torch.optim.SGD(groups, lr=1.0, momentum=kind.momentum), weights
     betas = kind.beta1, kind.beta2
-    return torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=kind.eps), weights
+    return torch.optim.AdamW(
+        groups, lr=1.0, betas=betas, eps=kind.eps
+    ), weights
 
 
 def norm_of(x: Tensor) -> Tensor:
@@ -90,7 +95,8 @@ def test_updates_are_torchs_under_its_scaler_with_overflows_at_any_step(
             scaled[5 + step] = math.inf
         before = unit.home.clone()
         states = [
-            {k: x.clone() for k, x in each.items()} for each in update.state.values()
+            {k: x.clone() for k, x in each.items()}
+            for each in update.state.values()
         ]
         unit.gradient = scaled.clone()
         norm = norm_of(scaled) / ours.scale
@@ -117,11 +123,16 @@ def test_updates_are_torchs_under_its_scaler_with_overflows_at_any_step(
         assert ours.scale == scaler.get_scale()
         wanted = torch.cat([weight.detach().view(-1) for weight in weights])
         torch.testing.assert_close(
-            unit.home, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0
+            unit.home,
+            wanted,
+            rtol=1e-5 if dtype == torch.float32 else 1e-12,
+            atol=0,
         )
     assert unit.spent == unit.refreshed == 6
     if isinstance(kind, AdamW):
-        assert {float(s["step"]) for s in update.state.values()} == {6.0 - len(bad)}
+        assert {float(s["step"]) for s in update.state.values()} == {
+            6.0 - len(bad)
+        }
 
 
 @pytest.mark.parametrize(
@@ -140,11 +151,16 @@ def test_updates_are_torchs_under_its_scaler_with_overflows_at_any_step(
 def test_gradients_are_scaled_down_to_the_limit_and_never_up(
     norm: float, clip: float, loss_scale: float, factor: float
 ) -> None:
-    scale = Scale.of(torch.tensor([norm], dtype=torch.float64), clip, loss_scale)
+    scale = Scale.of(
+        torch.tensor([norm], dtype=torch.float64), clip, loss_scale
+    )
     assert float(scale.factor) == pytest.approx(factor, rel=1e-14)
     assert float(scale.divisor) == pytest.approx(1 / factor, rel=1e-7)
     assert (float(scale.skip), float(scale.done)) == (0.0, 1.0)
-    assert (scale.factor.dtype, scale.divisor.dtype) == (torch.float64, torch.float32)
+    assert (scale.factor.dtype, scale.divisor.dtype) == (
+        torch.float64,
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
@@ -168,7 +184,9 @@ def unit_of(*tensors: Tensor, reduce: torch.dtype = torch.float32) -> Any:
 
 def squares(*tensors: Tensor, reduce: torch.dtype = torch.float32) -> float:
     return float(
-        sum_of_squares([_norms(unit_of(*tensors, reduce=reduce))], torch.device("cpu"))
+        sum_of_squares(
+            [_norms(unit_of(*tensors, reduce=reduce))], torch.device("cpu")
+        )
     )
 
 
@@ -189,19 +207,25 @@ def test_the_norm_is_torchs_in_float64_whatever_the_size(
     size: int, reduce: torch.dtype
 ) -> None:
     x = torch.randn(
-        size, generator=torch.Generator().manual_seed(size), dtype=torch.float64
+        size,
+        generator=torch.Generator().manual_seed(size),
+        dtype=torch.float64,
     )
     x = x.to(reduce)
     exact = float(x.double().square().sum())
     # The norm of each run of 1,024 is rounded to float32 once; over many runs that averages out.
-    bound = 1e-14 if reduce == torch.float64 else 3e-7 if size < 1 << 14 else 1e-7
+    bound = (
+        1e-14 if reduce == torch.float64 else 3e-7 if size < 1 << 14 else 1e-7
+    )
     assert squares(x, reduce=reduce) == pytest.approx(exact, rel=bound)
 
 
 def test_a_matrix_counts_each_of_its_rows() -> None:
     x = torch.arange(12.0).view(3, 4)
     assert squares(x) == pytest.approx(sum(n * n for n in range(12)), rel=1e-6)
-    assert squares(torch.empty(0), torch.empty(0, 4), x) == pytest.approx(506, rel=1e-6)
+    assert squares(torch.empty(0), torch.empty(0, 4), x) == pytest.approx(
+        506, rel=1e-6
+    )
     assert squares() == 0.0
 
 

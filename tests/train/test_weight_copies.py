@@ -47,7 +47,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _numbers(count: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+    return torch.randn(
+        count, generator=torch.Generator().manual_seed(count)
+    ).to(dtype)
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -100,7 +102,8 @@ def test_changes_that_a_plain_sum_would_not_see_change_the_checksum(
     count = 3 * COLUMNS
     x = _numbers(count, dtype)
     x[:8] = torch.tensor(
-        [0.0, -0.0, 1.0, 2.0, -1.0, float("nan"), float("inf"), 0.5], dtype=dtype
+        [0.0, -0.0, 1.0, 2.0, -1.0, float("nan"), float("inf"), 0.5],
+        dtype=dtype,
     )
     x[COLUMNS : COLUMNS + 8] = x[:8]
     known = int(checksum(x))
@@ -125,9 +128,19 @@ def test_changes_that_a_plain_sum_would_not_see_change_the_checksum(
 
     sign, low = 8 * x.itemsize - 1, 0
     changes = [swap(a, b) for a, b in itertools.combinations(range(8), 2)]
-    changes += [swap(0, COLUMNS + 1), swap(2, COLUMNS + 3), swap(3, 2 * COLUMNS + 2)]
+    changes += [
+        swap(0, COLUMNS + 1),
+        swap(2, COLUMNS + 3),
+        swap(3, 2 * COLUMNS + 2),
+    ]
     for bit in (sign, sign - 1, low):
-        pairs = (0, 1), (2, 3), (2, COLUMNS + 2), (0, COLUMNS), (9, 2 * COLUMNS + 11)
+        pairs = (
+            (0, 1),
+            (2, 3),
+            (2, COLUMNS + 2),
+            (0, COLUMNS),
+            (9, 2 * COLUMNS + 11),
+        )
         changes += [flipped(bit, *pair) for pair in pairs]
         # The corners of a rectangle of the table that the tensor is taken as.
         changes.append(flipped(bit, 2, 3, COLUMNS + 2, COLUMNS + 3))
@@ -143,7 +156,11 @@ def test_changes_that_a_plain_sum_would_not_see_change_the_checksum(
 
 
 def held(
-    world: World, layout: Layout, shape: Shape, optimizer: Optimizer, steps: int
+    world: World,
+    layout: Layout,
+    shape: Shape,
+    optimizer: Optimizer,
+    steps: int,
 ) -> Any:
     """A rank's copies after some steps, its model and its updates."""
     model = cut_blocks(build_model(shape), layout)
@@ -166,7 +183,9 @@ def held(
     return Copies(local, executor.updates, names), local, executor.updates
 
 
-def every_number(local: Any, updates: Any) -> Iterator[tuple[str, str, Tensor]]:
+def every_number(
+    local: Any, updates: Any
+) -> Iterator[tuple[str, str, Tensor]]:
     """All that a rank keeps: what it is called in a message, what its copies have in common, and it."""
     for unit in local.every_unit:
         for entry in unit.entries():
@@ -185,17 +204,29 @@ def every_number(local: Any, updates: Any) -> Iterator[tuple[str, str, Tensor]]:
                 numbers = unit.buffer[
                     entry.offset : entry.offset + entry.stop - entry.start
                 ]
-                yield f"{name}[compute copy]", f"compute copy {name} {place}", numbers
+                yield (
+                    f"{name}[compute copy]",
+                    f"compute copy {name} {place}",
+                    numbers,
+                )
 
 
 def ranks_in(text: str) -> list[int]:
     """The ranks of `rank 3` or `ranks 0-2, 5`."""
     ends = [part.split("-") for part in text.split(" ", 1)[1].split(", ")]
-    return [rank for each in ends for rank in range(int(each[0]), int(each[-1]) + 1)]
+    return [
+        rank
+        for each in ends
+        for rank in range(int(each[0]), int(each[-1]) + 1)
+    ]
 
 
 def flips(
-    world: World, layout: Layout, shape: Shape, optimizer: Optimizer, every: int
+    world: World,
+    layout: Layout,
+    shape: Shape,
+    optimizer: Optimizer,
+    every: int,
 ) -> tuple[int, int]:
     """Flips one bit of each number that several ranks keep, on one of them; asserts what is found.
     How many tensors have copies, and how many have none."""
@@ -203,7 +234,9 @@ def flips(
     assert copies.differences() == ""
     own = {key: (name, x) for name, key, x in every_number(local, updates)}
     holders: dict[str, list[int]] = defaultdict(list)
-    for rank, keys in enumerate(exchange(local.groups.everyone, json.dumps([*own]))):
+    for rank, keys in enumerate(
+        exchange(local.groups.everyone, json.dumps([*own]))
+    ):
         for key in json.loads(keys):
             holders[key].append(rank)
     several = [key for key, ranks in holders.items() if len(ranks) > 1]
@@ -227,9 +260,13 @@ def flips(
             wrong, _, right = found.rpartition(": ")[2].partition(
                 " has another copy than "
             )
-            assert (ranks_in(wrong), ranks_in(right)) == ([flipped], others), found
+            assert (ranks_in(wrong), ranks_in(right)) == ([flipped], others), (
+                found
+            )
         else:
-            both = found.rpartition(": ")[2].removesuffix(" have copies that differ")
+            both = found.rpartition(": ")[2].removesuffix(
+                " have copies that differ"
+            )
             assert ranks_in(both) == sorted(ranks), found
         assert len({*exchange(local.groups.everyone, found)}) == 1
     assert copies.differences() == ""
@@ -292,13 +329,17 @@ def test_a_bit_that_differs_is_found_in_whatever_ranks_have_copies_of(
     layout: str, shape: Shape, optimizer: Optimizer, copied: str
 ) -> None:
     parsed = Layout.parse(layout)
-    counts = launch(flips, parsed.ranks, parsed, shape, optimizer, 3, backend="threads")
+    counts = launch(
+        flips, parsed.ranks, parsed, shape, optimizer, 3, backend="threads"
+    )
     assert len(set(counts)) == 1
     several, alone = counts[0]
     assert copied == ("all" if not alone else "some" if several else "none")
 
 
-def compared(world: World, shape: Shape, names: list[str]) -> tuple[str, str, str]:
+def compared(
+    world: World, shape: Shape, names: list[str]
+) -> tuple[str, str, str]:
     """What is found after a buffer was changed on all ranks, then on one, and after it was put back."""
     copies, local, _ = held(world, Layout.parse("dp2 pp1"), shape, ADAMW, 1)
     buffers = dict(local.pieces[1].module.named_buffers())
@@ -318,7 +359,11 @@ def test_a_buffer_may_change_on_all_ranks_and_not_on_one_alone() -> None:
     assert (
         first
         == second
-        == ("", "layers.0.piece[buffer]: ranks 0-1 have copies that differ", "")
+        == (
+            "",
+            "layers.0.piece[buffer]: ranks 0-1 have copies that differ",
+            "",
+        )
     )
 
 
@@ -346,7 +391,10 @@ def test_a_run_whose_copies_differ_ends_before_the_next_save_and_names_the_rank(
 ) -> None:
     flipping(monkeypatch, 2, 3)
     run = small(
-        tmp_path / "run", "checkpoint.every=2", "train.check_copies=100", "steps=8"
+        tmp_path / "run",
+        "checkpoint.every=2",
+        "train.check_copies=100",
+        "steps=8",
     )
     with pytest.raises(RankFailed) as failed:
         trained(run, "dp3")
@@ -360,9 +408,9 @@ def test_a_run_whose_copies_differ_ends_before_the_next_save_and_names_the_rank(
     assert failed.value.exit_code == 1
     # Each other rank says the same, and the newest checkpoint is of before the change.
     assert len({report.error for report in failed.value.reports}) == 1
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == [
-        "step-00000002"
-    ]
+    assert [
+        p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")
+    ] == ["step-00000002"]
     (event,) = records(tmp_path / "run", "copies")
     assert event["step"] == 4
     # The same command goes on to the end that a run without the change has.
@@ -376,9 +424,12 @@ def test_copies_are_compared_between_saves_too_and_not_where_that_is_switched_of
 ) -> None:
     flipping(monkeypatch, 1, 1, times=9)
     with pytest.raises(
-        RankFailed, match=r"step 3: copies .* ranks 0-1 have copies that differ"
+        RankFailed,
+        match=r"step 3: copies .* ranks 0-1 have copies that differ",
     ):
-        trained(small(tmp_path / "run", "train.check_copies=3", "steps=8"), "dp2")
+        trained(
+            small(tmp_path / "run", "train.check_copies=3", "steps=8"), "dp2"
+        )
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
     trained(small(tmp_path / "off", "train.check_copies=0", "steps=4"), "dp2")
     assert weights(tmp_path / "off", 4)
@@ -389,13 +440,16 @@ def test_a_save_in_the_background_that_was_begun_with_equal_copies_is_kept(
 ) -> None:
     flipping(monkeypatch, 1, 2)
     run = small(
-        tmp_path / "run", "checkpoint.every=2", "checkpoint.async=true", "steps=6"
+        tmp_path / "run",
+        "checkpoint.every=2",
+        "checkpoint.async=true",
+        "steps=6",
     )
     with pytest.raises(RankFailed, match="step 4: "):
         trained(run, "dp2 bf16")
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == [
-        "step-00000002"
-    ]
+    assert [
+        p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")
+    ] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(
@@ -414,7 +468,9 @@ def test_a_sound_run_that_compares_at_every_step_is_the_run_that_never_does(
 
 
 def test_local_ranks_are_started_again_after_their_copies_differed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     flipping(monkeypatch, 1, 3)
     words = ["checkpoint.every=2", "train.restarts=1", "steps=6", "layout=dp2"]

@@ -30,9 +30,14 @@ def tokens_of_bytes() -> PreTrainedTokenizerFast:
 
 
 def inputs(batch: list[test_dpo.Pair], collate: Any) -> Any:
-    names = {"prompt_ids": "prompt", "chosen_ids": "chosen", "rejected_ids": "rejected"}
+    names = {
+        "prompt_ids": "prompt",
+        "chosen_ids": "chosen",
+        "rejected_ids": "rejected",
+    }
     rows = [
-        {n: list(pair[name].encode()) for n, name in names.items()} for pair in batch
+        {n: list(pair[name].encode()) for n, name in names.items()}
+        for pair in batch
     ]
     return collate(rows)
 
@@ -43,11 +48,19 @@ def numbers(start: Path) -> tuple[list[float], list[float]]:
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
     saved(theirs("llama", vocab_size=256), start / "hub")
-    (start / "pairs.jsonl").write_text("\n".join(map(json.dumps, test_dpo.pairs())))
+    (start / "pairs.jsonl").write_text(
+        "\n".join(map(json.dumps, test_dpo.pairs()))
+    )
     words = ["--out", f"{start}/tokens", "--held-out", "0"]
     assert main(["data", "prepare", f"{start}/pairs.jsonl", *words]) == 0
-    policy, reference = (theirs("llama", vocab_size=256).double() for _ in range(2))
-    plain = {"bf16": False, "gradient_checkpointing": False, "max_length": None}
+    policy, reference = (
+        theirs("llama", vocab_size=256).double() for _ in range(2)
+    )
+    plain = {
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_length": None,
+    }
     terms = trl.DPOConfig(
         str(start), beta=test_dpo.BETA, use_cpu=True, report_to=[], **plain
     )

@@ -70,7 +70,9 @@ def test_a_proof_that_accepts_a_damaged_program_is_named(
     def nothing(program: Program) -> Iterator[str]:
         return iter(())
 
-    monkeypatch.setattr(import_module("phalanx.program.check"), "_names", nothing)
+    monkeypatch.setattr(
+        import_module("phalanx.program.check"), "_names", nothing
+    )
     monkeypatch.setattr(claims, "DAMAGES", 1000)
     assert "the proof accepts the program though" in _said()
 

@@ -69,18 +69,54 @@ def start_off(by: float) -> Trace:
 
 # What is off, by a multiple of the scale on which it is compared; where it is, and that scale.
 QUANTITIES: list[tuple[str, str, int, float, Change]] = [
-    ("output", "embed[1]", 0, 2.0, lambda by: in_tensor(0, "outputs", "embed", 1, by)),
-    ("output", "head[0]", 1, 0.5, lambda by: in_tensor(1, "outputs", "head", 0, by)),
+    (
+        "output",
+        "embed[1]",
+        0,
+        2.0,
+        lambda by: in_tensor(0, "outputs", "embed", 1, by),
+    ),
+    (
+        "output",
+        "head[0]",
+        1,
+        0.5,
+        lambda by: in_tensor(1, "outputs", "head", 0, by),
+    ),
     ("loss", "", 0, 3.0, lambda by: in_step(0, loss=3.0 + by)),
     ("loss", "", 1, 3.0, lambda by: in_step(1, loss=3.0 + by)),
-    ("gradient", "b[0]", 0, 8.0, lambda by: in_tensor(0, "gradients", "b", 0, by)),
-    ("gradient", "a[1]", 1, 4.0, lambda by: in_tensor(1, "gradients", "a", 1, by)),
+    (
+        "gradient",
+        "b[0]",
+        0,
+        8.0,
+        lambda by: in_tensor(0, "gradients", "b", 0, by),
+    ),
+    (
+        "gradient",
+        "a[1]",
+        1,
+        4.0,
+        lambda by: in_tensor(1, "gradients", "a", 1, by),
+    ),
     ("norm", "", 1, 2.0, lambda by: in_step(1, norm=2.0 + by)),
     ("logged loss", "", 0, 3.0, lambda by: in_step(0, logged=3.0 + by)),
     ("weight", "a[0]", 0, 2.0, lambda by: in_tensor(0, "weights", "a", 0, by)),
     # A weight below the rate is compared on the scale of the rate.
-    ("weight", "b[1]", 1, RATE, lambda by: in_tensor(1, "weights", "b", 1, by)),
-    ("validation loss", "", 2, 4.0, lambda by: replace(account(), validation=4.0 + by)),
+    (
+        "weight",
+        "b[1]",
+        1,
+        RATE,
+        lambda by: in_tensor(1, "weights", "b", 1, by),
+    ),
+    (
+        "validation loss",
+        "",
+        2,
+        4.0,
+        lambda by: replace(account(), validation=4.0 + by),
+    ),
 ]
 
 
@@ -90,11 +126,17 @@ def first(got: Trace, want: Trace | None = None) -> Difference | None:
 
 
 def named(difference: Difference) -> str:
-    return f"{difference.name}{list(difference.element)}" if difference.name else ""
+    return (
+        f"{difference.name}{list(difference.element)}"
+        if difference.name
+        else ""
+    )
 
 
 @pytest.mark.parametrize(
-    ("what", "where", "step", "scale", "change"), QUANTITIES, ids=lambda x: str(x)[:20]
+    ("what", "where", "step", "scale", "change"),
+    QUANTITIES,
+    ids=lambda x: str(x)[:20],
 )
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_quantity_may_be_off_by_1e_10_of_its_scale_and_by_no_more(
@@ -109,10 +151,17 @@ def test_a_quantity_may_be_off_by_1e_10_of_its_scale_and_by_no_more(
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    ("what", "where", "step", "scale", "change"), QUANTITIES, ids=lambda x: str(x)[:20]
+    ("what", "where", "step", "scale", "change"),
+    QUANTITIES,
+    ids=lambda x: str(x)[:20],
 )
 def test_a_quantity_that_is_not_finite_never_agrees(
-    what: str, where: str, step: int, scale: float, change: Change, wrong: float
+    what: str,
+    where: str,
+    step: int,
+    scale: float,
+    change: Change,
+    wrong: float,
 ) -> None:
     found = first(change(wrong))
     assert found is not None
@@ -128,30 +177,43 @@ def test_starts_and_loss_scales_must_be_equal_to_the_bit() -> None:
     assert (found.what, found.step, found.allowed) == ("loss scale", 1, 0.0)
 
 
-def test_a_token_that_goes_to_other_experts_is_named_before_its_output() -> None:
+def test_a_token_that_goes_to_other_experts_is_named_before_its_output() -> (
+    None
+):
     other = in_step(1, routes={"head": torch.tensor([[[0, 1]]])})
     found = first(other)
     assert found is not None
-    assert (found.what, named(found), found.step) == ("routing", "head[0, 0, 1]", 1)
+    assert (found.what, named(found), found.step) == (
+        "routing",
+        "head[0, 0, 1]",
+        1,
+    )
     nobody = first(in_step(0, routes={}))
     assert nobody is not None
     assert (nobody.what, nobody.got) == ("routing", -1.0)
     # Scores that are nearly equal: the text says that rounding decides.
     near = account()
-    near.steps[1] = replace(near.steps[1], gaps={"head": torch.tensor([[1e-12]])})
+    near.steps[1] = replace(
+        near.steps[1], gaps={"head": torch.tensor([[1e-12]])}
+    )
     found = first(replace(other), near)
     assert found is not None
     assert "rounding decides" in found.hint
 
 
 @pytest.mark.parametrize("field", ["outputs", "gradients", "weights"])
-def test_a_tensor_that_no_rank_has_or_of_another_shape_is_named(field: str) -> None:
+def test_a_tensor_that_no_rank_has_or_of_another_shape_is_named(
+    field: str,
+) -> None:
     whole = getattr(account().steps[1], field)
     missing = dict(list(whole.items())[1:])
     for wrong in (missing, whole | {next(iter(whole)): torch.zeros(3)}):
         found = first(in_step(1, **{field: wrong}))
         assert found is not None
-        assert (found.what, found.hint) == (field.removesuffix("s"), "no rank has it")
+        assert (found.what, found.hint) == (
+            field.removesuffix("s"),
+            "no rank has it",
+        )
         assert found.error == math.inf
 
 
@@ -165,7 +227,9 @@ NUMBERS = ("norm", "loss scale", "logged loss", "validation loss")
 
 
 @pytest.mark.parametrize("what", ["start", "gradient", "weight", *NUMBERS])
-def test_ranks_that_have_different_numbers_are_named_with_both(what: str) -> None:
+def test_ranks_that_have_different_numbers_are_named_with_both(
+    what: str,
+) -> None:
     name, element = ("", ()) if what in NUMBERS else ("b", (1,))
     apart = Mismatch(what, name, element, (0, 3), (1.0, 1.0 + 2.0**-52))
     step = {"start": 0, "validation loss": 1}.get(what, 1)
@@ -175,7 +239,9 @@ def test_ranks_that_have_different_numbers_are_named_with_both(what: str) -> Non
     assert "is 1 on rank 0 and 1.0000000000000002 on rank 3" in str(found)
     # Also in a narrow precision, in which a weight is compared by how far it has come.
     bounds = bounds_of(account(), [], rate, torch.bfloat16)
-    found_narrow = compare(in_step(step, mismatches=(apart,)), account(), rate, bounds)
+    found_narrow = compare(
+        in_step(step, mismatches=(apart,)), account(), rate, bounds
+    )
     assert [d.ranks for d in found_narrow if not d.agrees] == [(0, 3)]
 
 
@@ -188,13 +254,19 @@ def test_what_is_made_first_is_named_first() -> None:
     step = account().steps[0]
     off: dict[str, dict[str, object]] = {
         "routing": {"routes": {"head": torch.tensor([[[1, 1]]])}},
-        "output": {"outputs": {name: x + 1 for name, x in step.outputs.items()}},
+        "output": {
+            "outputs": {name: x + 1 for name, x in step.outputs.items()}
+        },
         "loss": {"loss": 9.0},
-        "gradient": {"gradients": {name: x + 1 for name, x in step.gradients.items()}},
+        "gradient": {
+            "gradients": {name: x + 1 for name, x in step.gradients.items()}
+        },
         "norm": {"norm": 9.0},
         "loss scale": {"scale": 1.0},
         "logged loss": {"logged": 9.0},
-        "weight": {"weights": {name: x + 1 for name, x in step.weights.items()}},
+        "weight": {
+            "weights": {name: x + 1 for name, x in step.weights.items()}
+        },
     }
     for number, what in enumerate(order):
         changes: dict[str, object] = {}
@@ -203,27 +275,39 @@ def test_what_is_made_first_is_named_first() -> None:
         got = replace(in_step(0, **changes), validation=9.0)
         if number == 0:
             got.start["a"][0] += 1
-        if what == "routing":  # of the same piece; the piece before has no routers
+        if (
+            what == "routing"
+        ):  # of the same piece; the piece before has no routers
             got.steps[0].outputs["embed"] = step.outputs["embed"]
         found = first(got)
         assert found is not None
         assert found.what == what
     # Backward comes from the last weight to the first.
-    found = first(in_step(0, gradients={n: x + 1 for n, x in step.gradients.items()}))
+    found = first(
+        in_step(0, gradients={n: x + 1 for n, x in step.gradients.items()})
+    )
     assert found is not None
     assert found.name == "b"
 
 
-def test_a_gradient_of_zero_is_compared_with_a_millionth_of_the_largest() -> None:
+def test_a_gradient_of_zero_is_compared_with_a_millionth_of_the_largest() -> (
+    None
+):
     want = in_step(0, gradients=tensors(0.0, 0.0, 1.0, -8.0))
     for by, agrees in ((0.9e-10 * 8e-6, True), (1.1e-10 * 8e-6, False)):
         got = in_step(0, gradients=tensors(0.0, by, 1.0, -8.0))
         assert (first(got, want) is None) == agrees
 
 
-def test_a_step_without_any_gradient_agrees_with_none_and_with_nothing_else() -> None:
+def test_a_step_without_any_gradient_agrees_with_none_and_with_nothing_else() -> (
+    None
+):
     want = in_step(
-        1, loss=0.0, logged=0.0, norm=0.0, gradients=tensors(0.0, 0.0, 0.0, 0.0)
+        1,
+        loss=0.0,
+        logged=0.0,
+        norm=0.0,
+        gradients=tensors(0.0, 0.0, 0.0, 0.0),
     )
     assert first(want, want) is None
     for wrong in (
@@ -231,7 +315,10 @@ def test_a_step_without_any_gradient_agrees_with_none_and_with_nothing_else() ->
         replace(want.steps[1], norm=-1e-20),
         replace(want.steps[1], gradients=tensors(0.0, 1e-300, 0.0, 0.0)),
     ):
-        assert first(replace(want, steps=[want.steps[0], wrong]), want) is not None
+        assert (
+            first(replace(want, steps=[want.steps[0], wrong]), want)
+            is not None
+        )
 
 
 def test_a_skipped_step_agrees_where_neither_is_finite_and_its_weights_are_compared() -> (
@@ -267,7 +354,9 @@ def test_a_wrong_factor_is_explained(ratio: float, hint: str) -> None:
 # ---- the verdict
 
 
-def test_the_verdict_has_the_first_difference_and_the_largest_error_of_all() -> None:
+def test_the_verdict_has_the_first_difference_and_the_largest_error_of_all() -> (
+    None
+):
     truth, setting = Truth(account()), Setting(lambda step: {}, rate=rate)
     clean = judge(Layout.parse("dp2"), account(), truth, setting)
     assert (clean.passed, clean.max_rel_error, clean.first_difference) == (
@@ -315,14 +404,18 @@ def test_bounds_are_twice_the_largest_change_of_any_nudged_training_and_a_roundi
         "a": step.gradients["a"] + torch.tensor([3.0, 4.0]),
         "b": step.gradients["b"],
     }
-    bounds = bounds_of(account(), [in_step(0, gradients=changed)], rate, torch.bfloat16)
+    bounds = bounds_of(
+        account(), [in_step(0, gradients=changed)], rate, torch.bfloat16
+    )
     assert bounds[0, "gradient", "a"] == pytest.approx(
         2 * 5 / math.hypot(4.0, 0.5) + least
     )
     assert bounds[0, "gradient", "b"] == pytest.approx(least)
 
 
-def test_an_update_may_be_off_by_the_rounding_of_the_weight_that_it_moves() -> None:
+def test_an_update_may_be_off_by_the_rounding_of_the_weight_that_it_moves() -> (
+    None
+):
     least = 2.0**-7 / 16 + 4 * 2.0**-23
     bounds = bounds_of(account(), [], rate, torch.bfloat16)
     # `a` came from (0.5, -1) to (0.3, -2): by (-0.2, -1), beside weights of (0.3, -2).
@@ -332,7 +425,9 @@ def test_an_update_may_be_off_by_the_rounding_of_the_weight_that_it_moves() -> N
 
 
 def test_in_a_narrow_precision_each_quantity_keeps_its_own_bound() -> None:
-    bounds = bounds_of(account(), [in_step(0, loss=3.0 * 1.01)], rate, torch.bfloat16)
+    bounds = bounds_of(
+        account(), [in_step(0, loss=3.0 * 1.01)], rate, torch.bfloat16
+    )
     wanted = {
         (0, "loss", ""): lambda by: in_step(0, loss=3.0 * (1 + by)),
         (1, "loss", ""): lambda by: in_step(1, loss=3.0 * (1 - by)),
@@ -351,7 +446,9 @@ def test_in_a_narrow_precision_each_quantity_keeps_its_own_bound() -> None:
     }
     for key, change in wanted.items():
         for share, agrees in ((0.99, True), (1.01, False)):
-            found = compare(change(share * bounds[key]), account(), rate, bounds)
+            found = compare(
+                change(share * bounds[key]), account(), rate, bounds
+            )
             off = [(d.step, d.what, d.name) for d in found if not d.agrees]
             assert off == ([] if agrees else [key])
     # Starts are computed in no dtype.

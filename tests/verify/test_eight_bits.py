@@ -16,7 +16,13 @@ from phalanx.verify.low_precision import Rounding, can_replay, sums_of
 
 # Matrices of several squares of 128 x 128, and of parts of some.
 WIDE = replace(
-    SHAPES["gqa"], name="wide", layers=2, hidden=144, ffn=268, sequence=9, batch=6
+    SHAPES["gqa"],
+    name="wide",
+    layers=2,
+    hidden=144,
+    ffn=268,
+    sequence=9,
+    batch=6,
 )
 SHAPES_OF = SHAPES | {
     "wide": WIDE,
@@ -28,7 +34,8 @@ def verdicts(
     name: str, text: str, dtype: str = "float64", backend: str = "threads"
 ) -> list[tuple[str, bool, float]]:
     layouts = [
-        replace(x, precision="fp64") for x in Layout.parse_many(" ".join(text.split()))
+        replace(x, precision="fp64")
+        for x in Layout.parse_many(" ".join(text.split()))
     ]
     found = list(
         verify(SHAPES_OF[name], layouts, dtype=dtype, steps=2, backend=backend)
@@ -47,15 +54,21 @@ MORE = """
 """
 
 
-def test_where_sums_are_whole_a_layout_has_the_numbers_of_one_process() -> None:
-    assert [v for v in verdicts("gqa", EXACT) if not v[1] or v[2] > 1e-12] == []
+def test_where_sums_are_whole_a_layout_has_the_numbers_of_one_process() -> (
+    None
+):
+    assert [
+        v for v in verdicts("gqa", EXACT) if not v[1] or v[2] > 1e-12
+    ] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa", "gpt", "qwen"])
 def test_so_it_is_with_every_kind_of_scales(name: str) -> None:
     assert [
-        v for v in verdicts(name, EXACT + ";" + MORE) if not v[1] or v[2] > 1e-10
+        v
+        for v in verdicts(name, EXACT + ";" + MORE)
+        if not v[1] or v[2] > 1e-10
     ] == []
 
 
@@ -67,18 +80,26 @@ NARROW = """
 
 
 @pytest.mark.parametrize("name", ["wide", "lora"])
-def test_weights_that_travel_in_8_bits_are_those_of_one_process(name: str) -> None:
-    assert [v for v in verdicts(name, NARROW) if not v[1] or v[2] > 1e-12] == []
+def test_weights_that_travel_in_8_bits_are_those_of_one_process(
+    name: str,
+) -> None:
+    assert [
+        v for v in verdicts(name, NARROW) if not v[1] or v[2] > 1e-12
+    ] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa", "gpt", "experts", "latent"])
 def test_so_they_are_in_every_model(name: str) -> None:
-    assert [v for v in verdicts(name, NARROW) if not v[1] or v[2] > 1e-10] == []
+    assert [
+        v for v in verdicts(name, NARROW) if not v[1] or v[2] > 1e-10
+    ] == []
 
 
 @pytest.mark.slow
-def test_adapters_beside_products_in_8_bits_have_the_numbers_of_one_process() -> None:
+def test_adapters_beside_products_in_8_bits_have_the_numbers_of_one_process() -> (
+    None
+):
     text = "dp2 fp8; dp2 zero3 fp8; pp2 zb-h1:3 mxfp8; dp2 zero1 accum:2 fp8:e5m2; tp2 seq fp8"
     assert [v for v in verdicts("lora", text) if not v[1]] == []
 
@@ -89,18 +110,28 @@ ROUTED = """
 """
 
 
-def test_products_of_routed_experts_in_8_bits_have_the_numbers_of_one_process() -> None:
-    assert [v for v in verdicts("experts", ROUTED) if not v[1] or v[2] > 1e-12] == []
+def test_products_of_routed_experts_in_8_bits_have_the_numbers_of_one_process() -> (
+    None
+):
+    assert [
+        v for v in verdicts("experts", ROUTED) if not v[1] or v[2] > 1e-12
+    ] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["latent", "sinks"])
-def test_so_they_have_with_biases_and_with_groups_of_experts(name: str) -> None:
-    assert [v for v in verdicts(name, ROUTED) if not v[1] or v[2] > 1e-10] == []
+def test_so_they_have_with_biases_and_with_groups_of_experts(
+    name: str,
+) -> None:
+    assert [
+        v for v in verdicts(name, ROUTED) if not v[1] or v[2] > 1e-10
+    ] == []
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="compile needs a C++ compiler")
+@pytest.mark.skipif(
+    not shutil.which("g++"), reason="compile needs a C++ compiler"
+)
 @pytest.mark.parametrize(
     "name, text",
     [
@@ -112,19 +143,20 @@ def test_kernels_of_torch_compile_have_the_numbers_of_one_process(
     name: str, text: str
 ) -> None:
     assert [
-        v for v in verdicts(name, text, backend="gloo") if not v[1] or v[2] > 1e-12
+        v
+        for v in verdicts(name, text, backend="gloo")
+        if not v[1] or v[2] > 1e-12
     ] == []
 
 
 # Ranks that share a head of k and v (tp4 of gqa), uneven parts, a padded length, both kinds of cp.
-CUT = (
-    "tp4 {0}; tp3 {0}; dp2 tp2 seq zero1 accum:2 {0}; cp2 {0}; cp2:ulysses tp2 seq {0}"
-)
+CUT = "tp4 {0}; tp3 {0}; dp2 tp2 seq zero1 accum:2 {0}; cp2 {0}; cp2:ulysses tp2 seq {0}"
 FEW = "tp4 {0}; dp2 tp2 seq zero1 {0}; cp2 tp2 {0}"
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), [("gqa", "mxfp8"), ("wide", "fp8:tile"), ("olmo", "fp8:e5m2")]
+    ("name", "word"),
+    [("gqa", "mxfp8"), ("wide", "fp8:tile"), ("olmo", "fp8:e5m2")],
 )
 def test_where_tp_or_cp_cuts_sums_one_process_that_cuts_them_alike_has_the_same_numbers(
     name: str, word: str
@@ -134,12 +166,18 @@ def test_where_tp_or_cp_cuts_sums_one_process_that_cuts_them_alike_has_the_same_
     ] == []
 
 
-CUT_EXPERTS = "tp4 zero3 accum:2 reduce:step prefetch:3 {0}; ep2 tp2 seq experts:tp {0}"
+CUT_EXPERTS = (
+    "tp4 zero3 accum:2 reduce:step prefetch:3 {0}; ep2 tp2 seq experts:tp {0}"
+)
 
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [("experts", "fp8:tile"), ("latent", "mxfp8:experts"), ("sinks", "fp8:experts")],
+    [
+        ("experts", "fp8:tile"),
+        ("latent", "mxfp8:experts"),
+        ("sinks", "fp8:experts"),
+    ],
 )
 def test_so_they_are_where_experts_are_chosen_and_heads_are_made_of_latents(
     name: str, word: str
@@ -150,7 +188,9 @@ def test_so_they_are_where_experts_are_chosen_and_heads_are_made_of_latents(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in SHAPES_OF if n not in ("mlp", "wide")])
+@pytest.mark.parametrize(
+    "name", [n for n in SHAPES_OF if n not in ("mlp", "wide")]
+)
 @pytest.mark.parametrize("word", ["fp8", "fp8:e5m2", "fp8:tile", "mxfp8"])
 def test_so_they_are_in_every_model_and_with_every_kind_of_scales(
     name: str, word: str
@@ -173,7 +213,9 @@ def test_a_model_that_one_process_cannot_cut_is_held_to_what_cuts_at_random_chan
 
 
 @pytest.mark.slow
-def test_in_bfloat16_layouts_keep_the_bounds_of_a_unit_in_the_last_place() -> None:
+def test_in_bfloat16_layouts_keep_the_bounds_of_a_unit_in_the_last_place() -> (
+    None
+):
     text = "dp2 zero3 fp8; pp2 zb-h1:3 fp8; tp2 seq fp8"
     assert [v for v in verdicts("gqa", text, "bfloat16") if not v[1]] == []
 
@@ -194,7 +236,9 @@ def test_only_tp_and_cp_cut_what_shares_a_scale() -> None:
 
 
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
-def test_the_reference_s_arithmetic_rounds_as_torch_s_dtypes_do(form: str) -> None:
+def test_the_reference_s_arithmetic_rounds_as_torch_s_dtypes_do(
+    form: str,
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 96, generator=generator).exp2() * torch.randn(
         64, 96, generator=generator
@@ -205,6 +249,8 @@ def test_the_reference_s_arithmetic_rounds_as_torch_s_dtypes_do(form: str) -> No
     x[0, 8:] = 0.0
     dtype = getattr(torch, form)
     most = torch.finfo(dtype).max
-    factor = (most / x.abs().amax(1, keepdim=True).double().clamp(min=1e-12)).float()
+    factor = (
+        most / x.abs().amax(1, keepdim=True).double().clamp(min=1e-12)
+    ).float()
     want = (x * factor).to(dtype).float() * factor.reciprocal()
     assert torch.equal(Rounding(MATMULS["fp8"])(x, form), want)

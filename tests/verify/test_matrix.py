@@ -14,7 +14,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 VERDICTS = (
     Verdict("dp2 zero1 fp64", 2, True, 1e-14, of_allowed=1e-4),
     Verdict("dp2 tp2 seq fp64", 4, True, 3e-13, of_allowed=0.003),
-    Verdict("pp2 tp2 1f1b:4 fp64", 4, False, 0.5, "loss of step 0 <b>", of_allowed=1e9),
+    Verdict(
+        "pp2 tp2 1f1b:4 fp64",
+        4,
+        False,
+        0.5,
+        "loss of step 0 <b>",
+        of_allowed=1e9,
+    ),
     Verdict("dp2 recompute:fit fp64", 2, False, 0.0, cannot_fit=True),
 )
 
@@ -26,7 +33,9 @@ def test_choices_have_no_sizes() -> None:
     assert features("fp64") == ("one rank",)
 
 
-def test_a_cell_counts_the_layouts_that_have_both_and_names_the_worst() -> None:
+def test_a_cell_counts_the_layouts_that_have_both_and_names_the_worst() -> (
+    None
+):
     drawn = xml.fromstring(verified_svg("t", VERDICTS, 860))
     cells = {}
     for e in drawn.iter(f"{SVG}rect"):
@@ -51,7 +60,9 @@ def test_a_cell_counts_the_layouts_that_have_both_and_names_the_worst() -> None:
     assert len(cells) == 6 + 7
 
 
-def test_the_page_of_a_command_has_every_layout_and_escapes(tmp_path: Path) -> None:
+def test_the_page_of_a_command_has_every_layout_and_escapes(
+    tmp_path: Path,
+) -> None:
     page = tmp_path / "v.html"
     words = [
         "verify",

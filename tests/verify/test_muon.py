@@ -17,7 +17,15 @@ from phalanx.comm.late import late_worlds
 from phalanx.layout import Layout, LayoutError, Rules
 from phalanx.layout.matrices import orthogonal_work
 from phalanx.parallel import Model, build_model, cut_weights
-from phalanx.program import Costs, Op, Program, StepOptions, check, ops, simulate
+from phalanx.program import (
+    Costs,
+    Op,
+    Program,
+    StepOptions,
+    check,
+    ops,
+    simulate,
+)
 from phalanx.train.muon import Muon, matrices_of, orthogonalized
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of, covering, every_layout, verify
@@ -36,7 +44,9 @@ COVERED = {
 
 def failures(name: str, layouts: Any, **more: Any) -> list[str]:
     verdicts = verify(SHAPES[name], layouts, optimizer="muon", **more)
-    return [f"{v.layout}: {v.first_difference}" for v in verdicts if not v.passed]
+    return [
+        f"{v.layout}: {v.first_difference}" for v in verdicts if not v.passed
+    ]
 
 
 @pytest.mark.parametrize("name", ["gqa", "experts"])
@@ -49,7 +59,10 @@ def test_layouts_agree_with_torchs_muon_on_one_process(name: str) -> None:
     }[name]
     layouts = Layout.parse_many(" ".join(texts.split()))
     assert (
-        failures(name, [replace(x, precision="fp64") for x in layouts], steps=2) == []
+        failures(
+            name, [replace(x, precision="fp64") for x in layouts], steps=2
+        )
+        == []
     )
 
 
@@ -60,7 +73,9 @@ def test_many_layouts_agree_with_torchs_muon_on_one_process(
     name: str, part: int
 ) -> None:
     axes, least = COVERED[name]
-    layouts = covering(every_layout(SHAPES[name], 8, axes=axes, besides=True), least)
+    layouts = covering(
+        every_layout(SHAPES[name], 8, axes=axes, besides=True), least
+    )
     assert len(layouts) >= least
     assert failures(name, layouts[part::4]) == []
 
@@ -86,10 +101,14 @@ def test_matrices_are_the_weights_of_a_block_between_features(
 ) -> None:
     model = build_model(SHAPES[shape])
     found = {
-        n for n, w in model.weights.items() if model.rules.matrices(n, tuple(w.shape))
+        n
+        for n, w in model.weights.items()
+        if model.rules.matrices(n, tuple(w.shape))
     }
     block = f"layers.{one}."
-    assert {n.removeprefix(block) for n in found if n.startswith(block)} == expected
+    assert {
+        n.removeprefix(block) for n in found if n.startswith(block)
+    } == expected
     assert all(n.startswith("layers.") for n in found)
 
 
@@ -126,16 +145,22 @@ class _Unrounded(TorchFunctionMode):
 
 def fused() -> Model:
     plain = build_model(SHAPES["mlp"])
-    return replace(plain, rules=Rules.parse("layers.*.weight : embed/10,6 ffn"))
+    return replace(
+        plain, rules=Rules.parse("layers.*.weight : embed/10,6 ffn")
+    )
 
 
 @pytest.mark.parametrize("layout", ["", "dp3 zero2", "tp2"])
-def test_matrices_that_share_a_weight_are_updated_each_by_itself(layout: str) -> None:
+def test_matrices_that_share_a_weight_are_updated_each_by_itself(
+    layout: str,
+) -> None:
     """Against torch's Muon on two weights of each layer."""
     _compare_shared(layout)
 
 
-def test_matrices_that_share_a_weight_and_are_updated_as_one_are_caught() -> None:
+def test_matrices_that_share_a_weight_and_are_updated_as_one_are_caught() -> (
+    None
+):
     with (
         in_parts(lambda w: [tuple(slice(0, n) for n in w.shape)]),
         pytest.raises(AssertionError),
@@ -152,7 +177,9 @@ def _compare_shared(layout: str) -> None:
     where = Layout.parse(f"{layout} fp64")
     program = program_in(where, fused, setting)
     with late_worlds(where.ranks) as run:
-        got = join(run(train_layout, where, program, fused, setting), setting.steps)
+        got = join(
+            run(train_layout, where, program, fused, setting), setting.steps
+        )
     parts = {
         name: [nn.Parameter(x[:10].clone()), nn.Parameter(x[10:].clone())]
         for name, x in got.start.items()
@@ -182,7 +209,9 @@ def test_what_is_made_orthogonal_has_singular_values_near_one() -> None:
     """Jordan et al. 2024: between 0.7 and 1.2 after five steps, for those that are not tiny at first."""
     for shape in ((3, 24, 16), (2, 16, 24)):
         x = torch.randn(
-            shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+            shape,
+            generator=torch.Generator().manual_seed(0),
+            dtype=torch.float64,
         )
         values = torch.linalg.svdvals(orthogonalized(x))
         assert 0.6 < float(values.min()) <= float(values.max()) < 1.25
@@ -192,7 +221,9 @@ def test_what_is_made_orthogonal_has_singular_values_near_one() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_the_dearest_owner_has_at_most_a_matrix_more_than_its_share(ranks: int) -> None:
+def test_the_dearest_owner_has_at_most_a_matrix_more_than_its_share(
+    ranks: int,
+) -> None:
     """Graham 1969: so far is a list that is dealt out from even, and no farther."""
     weights = cut_weights(build_model(SHAPES["gqa"]), Layout(), {})
     order = [w for n, w in weights.items() if n.startswith("layers.1.")]
@@ -209,7 +240,9 @@ def test_the_dearest_owner_has_at_most_a_matrix_more_than_its_share(ranks: int) 
         blocks = matrices_of(unit)
         assert len(blocks) == 7
         costs = [b.work for b in blocks]
-        loads = [sum(b.work for b in blocks if b.owner == r) for r in range(ranks)]
+        loads = [
+            sum(b.work for b in blocks if b.owner == r) for r in range(ranks)
+        ]
         assert max(loads) <= sum(costs) / ranks + max(costs)
         firsts.add(max(blocks, key=lambda b: b.work).owner)
     assert len(firsts) > 1 or ranks == 1
@@ -238,5 +271,7 @@ def test_the_ways_to_and_from_owners_are_simulated_and_needed() -> None:
         >= simulate(program, Costs(costs)).makespan + 4 * 5 - 3
     )
     plain = program_of(build_model(SHAPES["gqa"]), layout)
-    assert not {ops.TO_OWNERS, ops.FROM_OWNERS} & {op.kind for op in plain.rows[0]}
+    assert not {ops.TO_OWNERS, ops.FROM_OWNERS} & {
+        op.kind for op in plain.rows[0]
+    }
     check(program)

@@ -34,7 +34,8 @@ def changed(trace: Trace, factor: float) -> Trace:
     """The same training with every gradient multiplied."""
     steps = [
         replace(
-            step, gradients={name: x * factor for name, x in step.gradients.items()}
+            step,
+            gradients={name: x * factor for name, x in step.gradients.items()},
         )
         for step in trace.steps
     ]
@@ -51,7 +52,9 @@ def vanishing(name: str) -> set[str]:
 
 # Of latents and sinks the default suite compares float64 alone.
 LONG = ("latent", "sinks")
-CHOSEN = [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in SHAPES]
+CHOSEN = [
+    pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in SHAPES
+]
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -76,13 +79,17 @@ def test_a_gradient_that_is_zeroed_or_flipped_is_rejected_for_every_weight_and_s
             for n, s in enumerate(known.trace.steps)
             if s.loss and math.isfinite(s.norm)
         ]
-        assert len(taught) == (3 if (name, dtype) == ("mlp", "bfloat16") else 2)
+        assert len(taught) == (
+            3 if (name, dtype) == ("mlp", "bfloat16") else 2
+        )
         gradients = [d for d in gradients if d.step in taught]
         assert len(gradients) == len(taught) * len(known.trace.start)
         accepted = [d for d in gradients if d.agrees and d.name not in free]
         # rounding decides which groups some tokens choose: counts are apart
         if name == "latent":
-            accepted = [d for d in accepted if not d.name.endswith("router.bias")]
+            accepted = [
+                d for d in accepted if not d.name.endswith("router.bias")
+            ]
         if (name, dtype) == ("experts", "bfloat16"):
             # So it does here in the last blocks, of experts that few tokens choose.
             assert all(d.step and ".mlp.rout" in d.name for d in accepted)
@@ -91,7 +98,8 @@ def test_a_gradient_that_is_zeroed_or_flipped_is_rejected_for_every_weight_and_s
             # the cap of the scores leave little of it. float16 and float32 tell these apart.
             assert len(accepted) <= 4
             assert all(
-                (d.step and ".attn.w" in d.name) or "_norm" in d.name for d in accepted
+                (d.step and ".attn.w" in d.name) or "_norm" in d.name
+                for d in accepted
             )
         else:
             assert accepted == []
@@ -105,7 +113,9 @@ def test_clean_layouts_that_cover_the_choices_keep_the_bounds(
 ) -> None:
     layouts = covered(name, 8)
     # Spread evenly, and every one in the precision's own word as a run would have it.
-    some = [replace(x, precision="fp32") for x in layouts[:: len(layouts) // 30]][:30:2]
+    some = [
+        replace(x, precision="fp32") for x in layouts[:: len(layouts) // 30]
+    ][:30:2]
     # In float16 the loss scale doubles after two steps.
     steps = 3 if dtype == "float16" else 2
     verdicts = list(verify(SHAPES[name], some, dtype=dtype, steps=steps))
@@ -113,7 +123,9 @@ def test_clean_layouts_that_cover_the_choices_keep_the_bounds(
     assert [v for v in verdicts if not v.passed] == []
 
 
-def test_sums_over_tokens_keep_the_bounds_where_tp_cuts_what_goes_into_them() -> None:
+def test_sums_over_tokens_keep_the_bounds_where_tp_cuts_what_goes_into_them() -> (
+    None
+):
     """Gradients of norms' biases, which torch's LayerNorm adds up in bfloat16 on a CPU."""
     layouts = Layout.parse_many("tp2; tp4; tp2 recompute:selective")
     verdicts = list(verify(SHAPES["odd"], layouts, dtype="bfloat16", steps=1))
@@ -129,7 +141,9 @@ def test_a_bias_whose_gradient_is_rounded_once_for_each_microbatch_keeps_the_bou
     assert [v for v in verdicts if not v.passed] == []
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero3", "pp2 1f1b:3", "dp2 zero1 accum:2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2 zero3", "pp2 1f1b:3", "dp2 zero1 accum:2"]
+)
 def test_a_layout_that_cuts_no_product_has_the_gradients_of_its_replay(
     layout: str,
 ) -> None:
@@ -152,7 +166,9 @@ def test_the_rows_of_each_microbatch_of_each_rank() -> None:
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_float32_keeps_the_bounds(name: str) -> None:
-    verdicts = verify(SHAPES[name], covered(name, 4)[:8], dtype="float32", steps=2)
+    verdicts = verify(
+        SHAPES[name], covered(name, 4)[:8], dtype="float32", steps=2
+    )
     assert [v for v in verdicts if not v.passed] == []
 
 
@@ -162,10 +178,14 @@ ACCUMULATED = 512  # microbatches
 DEEP = Shape("deep", kind="mlp", layers=3, hidden=16, batch=ACCUMULATED)
 
 
-def one_large_many_small(step: int, *, dtype: torch.dtype) -> Mapping[str, Tensor]:
+def one_large_many_small(
+    step: int, *, dtype: torch.dtype
+) -> Mapping[str, Tensor]:
     """Rows of which the first has a gradient that is large enough for each of the others to be
     rounded away beside it, though together they are a good part of the sum."""
-    row = torch.randn(1, DEEP.hidden, generator=torch.Generator().manual_seed(step))
+    row = torch.randn(
+        1, DEEP.hidden, generator=torch.Generator().manual_seed(step)
+    )
     rows = row.repeat(ACCUMULATED, 1)
     # The gradient grows with the square; half a unit in the last place is eps / 2.
     rows[0] *= (3 / torch.finfo(dtype).eps) ** 0.5

@@ -78,9 +78,10 @@ def test_check_draw_and_plan_have_the_operations_of_the_run() -> None:
         ran = _ran(step, optimizer, clip)
         where = f"{layout} on {shape.name}, {optimizer}"
         assert proved_program(step).rows == ran, where
-        assert step_of(layout, shape, {"optimizer": optimizer}).program.rows == ran, (
-            where
-        )
+        assert (
+            step_of(layout, shape, {"optimizer": optimizer}).program.rows
+            == ran
+        ), where
         assert _planned(step) == ran, where
         compared += 1
     assert compared > 300
@@ -114,7 +115,9 @@ def test_the_commands_show_the_step_of_a_run_file(
     assert check(run).figures["operations"] == sum(map(len, program.rows))
 
 
-def test_a_run_s_rank_has_the_program_that_check_proves(tmp_path: Path) -> None:
+def test_a_run_s_rank_has_the_program_that_check_proves(
+    tmp_path: Path,
+) -> None:
     for optimizer in OPTIMIZERS:
         words = (
             f"out={tmp_path}",
@@ -128,18 +131,26 @@ def test_a_run_s_rank_has_the_program_that_check_proves(tmp_path: Path) -> None:
         assert rank.part.program.rows == proved_program(step).rows
 
 
-def test_the_sequence_that_stages_are_balanced_for_is_that_of_the_step() -> None:
+def test_the_sequence_that_stages_are_balanced_for_is_that_of_the_step() -> (
+    None
+):
     """A head costs as much as its vocabulary, attention grows with the sequence: stages differ."""
     shape = replace(_DENSE, vocab=1 << 14, layers=6)
     stages = {
-        length: step_of_layout("pp2 1f1b:2", shape, sequence=length).pieces.stages
+        length: step_of_layout(
+            "pp2 1f1b:2", shape, sequence=length
+        ).pieces.stages
         for length in (8, 1 << 14)
     }
     assert stages[8] != stages[1 << 14]
     for length, found in stages.items():
         run = replace(shape, sequence=length)
-        assert program_of(build_model(run), Layout.parse("pp2 1f1b:2")).host == {
-            piece: stage for stage, pieces in enumerate(found) for piece in pieces
+        assert program_of(
+            build_model(run), Layout.parse("pp2 1f1b:2")
+        ).host == {
+            piece: stage
+            for stage, pieces in enumerate(found)
+            for piece in pieces
         }
 
 
@@ -147,10 +158,14 @@ def test_an_optimizer_s_row_says_what_its_class_does() -> None:
     for name, traits in OPTIMIZERS.items():
         run = Run.parse("", "run", (f"optimizer.name={name}",))
         assert optimizer_of(run).whole_matrices == traits.whole_matrices
-        assert COMPARED_OPTIMIZERS[name].whole_matrices == traits.whole_matrices
+        assert (
+            COMPARED_OPTIMIZERS[name].whole_matrices == traits.whole_matrices
+        )
 
 
-def test_a_model_of_the_user_s_own_is_proved_as_its_modules_say(tmp_path: Path) -> None:
+def test_a_model_of_the_user_s_own_is_proved_as_its_modules_say(
+    tmp_path: Path,
+) -> None:
     """Its head has a norm that no shape of it mentions, and its first block is frozen."""
     file = tmp_path / "own.py"
     file.write_text(
@@ -163,7 +178,9 @@ def test_a_model_of_the_user_s_own_is_proved_as_its_modules_say(tmp_path: Path) 
         "    return replace(model, shape=SHAPES['gqa'])\n"
     )
     step = step_of_layout("dp2 tp2 seq zero1", f"{file}:Mine")
-    make: partial[Model] = partial(build_model, replace(_DENSE, freeze=("layers.0",)))
+    make: partial[Model] = partial(
+        build_model, replace(_DENSE, freeze=("layers.0",))
+    )
     assert proved_program(step).rows == program_of(make(), step.layout).rows
     assert 1 in proved_program(step).frozen
 
@@ -176,7 +193,11 @@ def test_a_layout_beside_a_run_file_and_an_automatic_layout_are_refused(
     assert main(["check", str(file)]) == 2
     assert 'layout = "auto"' in capsys.readouterr().err
     assert main(["check", str(file), "--layout", "dp2"]) == 0
-    for words in (["--model", "tiny"], ["--batch", "4"], ["--optimizer", "muon"]):
+    for words in (
+        ["--model", "tiny"],
+        ["--batch", "4"],
+        ["--optimizer", "muon"],
+    ):
         assert main(["check", str(file), "--layout", "dp2", *words]) == 2
         assert "run file" in capsys.readouterr().err
     assert main(["draw", "dp2", "--model", "tiny", "--layout", "dp4"]) == 2
@@ -185,7 +206,8 @@ def test_a_layout_beside_a_run_file_and_an_automatic_layout_are_refused(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "text", ["dp2 tp2 seq zero1", "dp2 pp2 zero3 1f1b:4", "ep2 tp2 seq accum:2"]
+    "text",
+    ["dp2 tp2 seq zero1", "dp2 pp2 zero3 1f1b:4", "ep2 tp2 seq accum:2"],
 )
 def test_sums_are_proved_of_the_operations_of_the_run(
     text: str, optimizer: str, monkeypatch: pytest.MonkeyPatch

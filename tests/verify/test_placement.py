@@ -51,7 +51,9 @@ SUMS = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_a_seeded_fault_that_is_an_error_of_a_sum_is_found_and_named(name: str) -> None:
+def test_a_seeded_fault_that_is_an_error_of_a_sum_is_found_and_named(
+    name: str,
+) -> None:
     fault = next(fault for fault in FAULTS if fault.name == name)
     make = partial(build_model, SHAPES[fault.shape])
     assert placement_faults(make, fault.layout) == ()
@@ -77,7 +79,10 @@ def test_nothing_is_found_in_layouts_that_equal_one_process(
     name: str, layout: str
 ) -> None:
     assert (
-        placement_faults(partial(build_model, SHAPES[name]), Layout.parse(layout)) == ()
+        placement_faults(
+            partial(build_model, SHAPES[name]), Layout.parse(layout)
+        )
+        == ()
     )
 
 
@@ -91,15 +96,19 @@ def test_tokens_of_ranks_of_tp_that_do_not_reach_all_experts_are_found(
     ) -> groups.Groups:
         found = right(world, layout, *rest, **more)  # type: ignore[arg-type]
         alone = (
-            world.split(name, layout.mesh.groups(["ep"])) for name in ("few", "fewer")
+            world.split(name, layout.mesh.groups(["ep"]))
+            for name in ("few", "fewer")
         )
-        return replace(found, **dict(zip(("ep", "routes"), alone, strict=True)))
+        return replace(
+            found, **dict(zip(("ep", "routes"), alone, strict=True))
+        )
 
     monkeypatch.setattr(local, "open_groups", opened)
     layout = Layout.parse("ep2 tp2 seq experts:tp")
     found = placement_faults(partial(build_model, SHAPES["experts"]), layout)
     assert any(
-        "the output of layers.1 was not summed over tp" in each for each in found
+        "the output of layers.1 was not summed over tp" in each
+        for each in found
     ), found
 
 
@@ -132,7 +141,9 @@ def with_sums_of_own_words(
             self.group.all_reduce(x, op)
 
     words = self.cut.stop - self.cut.start
-    return token_loss(logits, targets, first=self.cut.start, width=words, agree=agree)
+    return token_loss(
+        logits, targets, first=self.cut.start, width=words, agree=agree
+    )
 
 
 def on_every_rank(self: Executor, y: Tensor) -> None:
@@ -199,7 +210,9 @@ MISTAKES: dict[str, tuple[str, str, Mistake, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_loss_a_norm_or_a_statistic_of_a_part_is_found_and_named(name: str) -> None:
+def test_a_loss_a_norm_or_a_statistic_of_a_part_is_found_and_named(
+    name: str,
+) -> None:
     shape, text, mistake, words = MISTAKES[name]
     make, layout = partial(build_model, SHAPES[shape]), Layout.parse(text)
     assert placement_faults(make, layout) == ()
@@ -220,7 +233,8 @@ def test_counts_of_a_batch_over_some_of_its_ranks_are_found() -> None:
     ):
         found = placement_faults(make, layout)
     assert any(
-        "a router's counts of the batch were not summed over" in each for each in found
+        "a router's counts of the batch were not summed over" in each
+        for each in found
     )
 
 
@@ -249,7 +263,10 @@ def test_thousands_of_ranks_take_no_more_operations_than_a_few(
 
     monkeypatch.setattr(placement, "_after", counted)
     make = partial(build_model, Shape.load("8b"))
-    for text in ("dp2 pp2 tp8 seq zero1 1f1b:4", "dp64 pp8 tp8 seq zero1 1f1b:64"):
+    for text in (
+        "dp2 pp2 tp8 seq zero1 1f1b:4",
+        "dp64 pp8 tp8 seq zero1 1f1b:64",
+    ):
         counts.append(0)
         assert placement_faults(make, Layout.parse(text)) == ()
     assert counts[1] <= 4 * counts[0]

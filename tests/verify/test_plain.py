@@ -34,7 +34,10 @@ def by_our_names(model: Any, folder: Path) -> dict[str, Tensor]:
     """The tensors of a model of theirs by our names for them."""
     model.save_pretrained(folder)
     with HubReader(folder) as reader:
-        return {tensor.name: reader.whole(tensor) for tensor in reader.manifest.tensors}
+        return {
+            tensor.name: reader.whole(tensor)
+            for tensor in reader.manifest.tensors
+        }
 
 
 def batch_of(rows: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
@@ -49,7 +52,8 @@ def batch_of(rows: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
         [torch.cat([*map(torch.arange, row)]) for row in rows]
     )
     numbers = [
-        torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows
+        torch.arange(len(row)).repeat_interleave(torch.tensor(row))
+        for row in rows
     ]
     return {**batch, "documents": torch.stack(numbers)}
 
@@ -60,10 +64,14 @@ def their_loss(
     """The sum over tokens, of each document by itself."""
     losses = []
     for row, lengths in enumerate(rows):
-        parts = (batch[name][row].split(lengths) for name in ("tokens", "targets"))
+        parts = (
+            batch[name][row].split(lengths) for name in ("tokens", "targets")
+        )
         for tokens, targets in zip(*parts, strict=True):
             logits = model(tokens.unsqueeze(0)).logits[0]
-            losses.append(nn.functional.cross_entropy(logits, targets, reduction="sum"))
+            losses.append(
+                nn.functional.cross_entropy(logits, targets, reduction="sum")
+            )
     return torch.stack(losses).sum()
 
 
@@ -108,9 +116,13 @@ def test_loss_and_gradients_of_the_plain_form_are_those_of_transformers(
 
 
 def test_the_loss_of_a_router_over_a_batch_is_that_of_mixtral() -> None:
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+    from transformers.models.mixtral.modeling_mixtral import (
+        load_balancing_loss_func,
+    )
 
-    shape = replace(SHAPES["experts"], scores="softmax", balance="none", batch_loss=1.0)
+    shape = replace(
+        SHAPES["experts"], scores="softmax", balance="none", batch_loss=1.0
+    )
     draw = torch.Generator().manual_seed(0)
     x, matrix = (
         torch.randn(*size, generator=draw, dtype=torch.float64)
@@ -133,9 +145,13 @@ def test_an_adapter_is_that_of_peft() -> None:
     draw = torch.Generator().manual_seed(0)
     tensors = {}
     for name, weight in made.double().named_parameters():
-        own = name.replace(".base_layer", "").replace(".lora_A.default", ".lora.a")
+        own = name.replace(".base_layer", "").replace(
+            ".lora_A.default", ".lora.a"
+        )
         own = own.replace(".lora_B.default", ".lora.b")
-        weight.data = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
+        weight.data = torch.randn(
+            weight.shape, generator=draw, dtype=torch.float64
+        )
         tensors[own] = weight.detach()
     assert len(tensors) == 4
     x = torch.randn(2, 5, 16, generator=draw, dtype=torch.float64)
@@ -156,7 +172,9 @@ MORE: dict[str, Shape] = {
     "adapted latents": replace(SHAPES["latent"], lora_r=3),
     "silu without a gate": replace(SHAPES["gpt"], activation="silu"),
     "a loss of the batch": replace(SHAPES["experts"], batch_loss=0.3),
-    "values wider than keys": replace(SHAPES["latent"], value_dim=12, q_latent=0),
+    "values wider than keys": replace(
+        SHAPES["latent"], value_dim=12, q_latent=0
+    ),
 }
 
 
@@ -171,12 +189,20 @@ def differences(
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *MORE])
-def test_the_modules_of_every_kind_of_model_are_their_formulas(name: str) -> None:
+def test_the_modules_of_every_kind_of_model_are_their_formulas(
+    name: str,
+) -> None:
     shape = (SHAPES | MORE)[name]
     assert (
-        differences(shape, packed=False, dropout=0.2 * (shape.kind == "decoder")) == ""
+        differences(
+            shape, packed=False, dropout=0.2 * (shape.kind == "decoder")
+        )
+        == ""
     )
-    assert differences(shape, packed=True, z=0.1 * (shape.kind == "decoder")) == ""
+    assert (
+        differences(shape, packed=True, z=0.1 * (shape.kind == "decoder"))
+        == ""
+    )
 
 
 def _another_eps() -> AbstractContextManager[None]:
@@ -269,7 +295,13 @@ def test_each_small_model_shows_a_mistake_in_its_own_parts(
             "float16",
             "the output of layers.0",
         ),
-        (_a_mask_of_other_features, "gqa", "dp2", "float32", "the output of layers.0"),
+        (
+            _a_mask_of_other_features,
+            "gqa",
+            "dp2",
+            "float32",
+            "the output of layers.0",
+        ),
     ],
 )
 def test_verify_says_in_any_precision_that_modules_are_not_their_formulas(
@@ -282,7 +314,9 @@ def test_verify_says_in_any_precision_that_modules_are_not_their_formulas(
     dropout = 0.2 * (patch is _a_mask_of_other_features)
     layouts = Layout.parse_many(layout)
     terms: dict[str, Any] = {"dtype": dtype, "dropout": dropout, "steps": 1}
-    assert [v.first_difference for v in verify(SHAPES[name], layouts, **terms)] == [""]
+    assert [
+        v.first_difference for v in verify(SHAPES[name], layouts, **terms)
+    ] == [""]
     with patch():
         (verdict,) = verify(SHAPES[name], layouts, **terms)
     assert not verdict.passed

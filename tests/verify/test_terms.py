@@ -46,7 +46,9 @@ def failures(layouts: str, name: str = "gqa", **more: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_clipping_is_at_work_in_the_first_step_and_not_in_the_next(name: str) -> None:
+def test_clipping_is_at_work_in_the_first_step_and_not_in_the_next(
+    name: str,
+) -> None:
     first, second, third = truth(name).trace.steps
     assert first.norm > 1.5 * clip(0) > 0
     assert 0 < 10 * second.norm < clip(1)
@@ -54,7 +56,9 @@ def test_clipping_is_at_work_in_the_first_step_and_not_in_the_next(name: str) ->
     assert math.isfinite(third.norm)
 
 
-def targets(name: str, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def targets(
+    name: str, step: int, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
     return trial_batch(SHAPES[name], step, dtype=dtype)["targets"] != IGNORED
 
 
@@ -66,11 +70,14 @@ def test_one_step_has_targets_on_the_last_rank_alone_and_one_has_none(
         layout = Layout.parse(f"dp{ranks}")
         batch = trial_batch(SHAPES[name], 1)
         parts = [
-            microbatches(batch, layout, rank)[0]["targets"] for rank in range(ranks)
+            microbatches(batch, layout, rank)[0]["targets"]
+            for rank in range(ranks)
         ]
         counts = [int((part != IGNORED).sum()) for part in parts]
         assert counts[0] == 0 < counts[-1]
-    thirds = microbatches(trial_batch(SHAPES[name], 1), Layout.parse("accum:3"), 0)
+    thirds = microbatches(
+        trial_batch(SHAPES[name], 1), Layout.parse("accum:3"), 0
+    )
     assert [bool((part["targets"] != IGNORED).any()) for part in thirds] == [
         False,
         False,
@@ -92,7 +99,9 @@ def test_one_step_has_targets_on_the_last_rank_alone_and_one_has_none(
 def test_validation_has_targets_after_any_number_of_steps(name: str) -> None:
     for steps in (1, 2, 3, 7):
         batches = validation_of(partial(trial_batch, SHAPES[name]), steps)
-        counts = [int((batch["targets"] != IGNORED).sum()) for batch in batches]
+        counts = [
+            int((batch["targets"] != IGNORED).sum()) for batch in batches
+        ]
         assert counts[0] > 1.5 * counts[1] > 0
 
 
@@ -124,7 +133,9 @@ def test_an_overflow_is_skipped_in_every_kind_of_layout_as_torchs_scaler_skips_i
     assert failures(SKIPPING, dtype="float16", optimizer=optimizer) == []
     if optimizer == "adamw":
         assert (
-            failures("ep2 tp2 seq; dp2 zero1", "experts", dtype="float16", steps=2)
+            failures(
+                "ep2 tp2 seq; dp2 zero1", "experts", dtype="float16", steps=2
+            )
             == []
         )
 
@@ -157,7 +168,10 @@ def test_the_overflow_is_of_one_rank_and_all_ranks_skip_the_step(
     assert bad == ({0} if layout.startswith("dp") else {0, 1})
     first, skipped = got.steps
     assert not math.isfinite(skipped.norm)
-    assert all(torch.equal(first.weights[n], skipped.weights[n]) for n in first.weights)
+    assert all(
+        torch.equal(first.weights[n], skipped.weights[n])
+        for n in first.weights
+    )
     assert skipped.mismatches == ()
 
 
@@ -173,7 +187,9 @@ def test_z_loss_agrees_with_torchs_formula_over_ranks(name: str) -> None:
 def test_z_loss_is_in_the_loss_that_is_compared() -> None:
     plain, more = (truth("gqa", z_loss=z).trace.steps[0] for z in (0.0, 0.1))
     # log(Z) of 37 words that are nearly alike is log(37), and its square times 0.1 is 1.3.
-    assert more.loss - plain.loss == pytest.approx(0.1 * math.log(37) ** 2, rel=0.02)
+    assert more.loss - plain.loss == pytest.approx(
+        0.1 * math.log(37) ** 2, rel=0.02
+    )
 
 
 def test_a_mistake_in_our_own_loss_is_caught_though_both_sides_train_the_same_model() -> (
@@ -200,14 +216,19 @@ def test_a_mistake_in_our_own_loss_is_caught_though_both_sides_train_the_same_mo
         assert "3 times as much" in failures("dp2", steps=1)[0]
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero1; tp2", "pp2 zb-h1:3; dp2 zero3"])
-def test_muon_with_torchs_original_scale_agrees_over_ranks(layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", ["dp2 zero1; tp2", "pp2 zb-h1:3; dp2 zero3"]
+)
+def test_muon_with_torchs_original_scale_agrees_over_ranks(
+    layout: str,
+) -> None:
     assert failures(layout, optimizer="muon:original", steps=2) == []
 
 
 def test_both_scales_of_muon_are_compared() -> None:
     plain, original = (
-        truth("gqa", optimizer=name).trace for name in ("muon", "muon:original")
+        truth("gqa", optimizer=name).trace
+        for name in ("muon", "muon:original")
     )
     name = "layers.0.attn.wq.weight"
     moved = [
@@ -233,9 +254,15 @@ def test_the_command_takes_z_loss_and_the_other_scale_of_muon(
     assert main([*words, "--steps", "1"]) == 0
     assert "2 of 2 layouts of gqa agree" in capsys.readouterr().out
     assert main(["verify", "--z-loss", "-1", "--layouts", "dp2"]) == 2
-    assert "--z-loss is -1; write a number from 0 to 1." in capsys.readouterr().err
     assert (
-        main(["verify", "--model", "mlp", "--z-loss", "0.1", "--layouts", "dp2"]) == 2
+        "--z-loss is -1; write a number from 0 to 1."
+        in capsys.readouterr().err
+    )
+    assert (
+        main(
+            ["verify", "--model", "mlp", "--z-loss", "0.1", "--layouts", "dp2"]
+        )
+        == 2
     )
     assert "has no phalanx.models.loss.CrossEntropy" in capsys.readouterr().err
 
@@ -257,11 +284,16 @@ MODULE = sys.modules["phalanx.verify.verify"]
 
 @pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero1 recompute:fit"])
 def test_a_program_that_check_refuses_fails_with_the_reason(
-    layout: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    layout: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = ProgramError("rank 0: 1F0 needs 1G, which is missing.")
     monkeypatch.setattr(MODULE, "program_in", refused(error))
-    assert main(["verify", "--layouts", f"tp2; {layout}; dp2", "--steps", "1"]) == 1
+    assert (
+        main(["verify", "--layouts", f"tp2; {layout}; dp2", "--steps", "1"])
+        == 1
+    )
     shown = capsys.readouterr().out
     assert f"FAIL      inf  {layout} fp64" in shown
     assert "ProgramError: rank 0: 1F0 needs 1G, which is missing." in shown
@@ -289,14 +321,18 @@ def test_only_a_limit_that_no_recomputation_meets_is_counted_apart(
     assert issubclass(DoesNotFit, ProgramError)
 
 
-def test_an_unchecked_rank_that_holds_what_the_program_drops_is_named() -> None:
+def test_an_unchecked_rank_that_holds_what_the_program_drops_is_named() -> (
+    None
+):
     """Ranks compare what they hold with the program after every operation."""
     with swapped(Unit, "drop", lambda self: None):
         [message] = failures("dp2 zero3", steps=1)
     assert "holds gathered units" in message
 
 
-def test_memory_that_nobody_has_written_is_nan_on_ranks_and_nowhere_else() -> None:
+def test_memory_that_nobody_has_written_is_nan_on_ranks_and_nowhere_else() -> (
+    None
+):
     seen: list[bool] = []
     right = local._real
 

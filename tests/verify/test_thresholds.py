@@ -93,16 +93,24 @@ def failures(shape: Any, layouts: str) -> list[str]:
     return [f"{v.layout}: {v.first_difference}" for v in found if not v.passed]
 
 
-@pytest.mark.parametrize("threshold", THRESHOLDS, ids=lambda t: f"{t.file} {t.name}")
-def test_layouts_agree_below_at_and_beyond_a_threshold(threshold: Threshold) -> None:
+@pytest.mark.parametrize(
+    "threshold", THRESHOLDS, ids=lambda t: f"{t.file} {t.name}"
+)
+def test_layouts_agree_below_at_and_beyond_a_threshold(
+    threshold: Threshold,
+) -> None:
     for size in threshold.sizes:
         shape = replace(LARGER[threshold.shape], **{threshold.size: size})
         assert failures(shape, threshold.layouts) == [], size
 
 
-def _one_key_more_in_later_strips(q: Any, k: Any, documents: Any, window: int) -> Any:
+def _one_key_more_in_later_strips(
+    q: Any, k: Any, documents: Any, window: int
+) -> Any:
     first, *later = _right_blocks(q, k, documents, window)
-    wider = [x._replace(band=(x.band[0], x.band[1] + 1)) for x in later if x.band]
+    wider = [
+        x._replace(band=(x.band[0], x.band[1] + 1)) for x in later if x.band
+    ]
     return [first, *wider]
 
 
@@ -144,9 +152,14 @@ FILES = ("executor", "optimizer", "muon", "precision", "copies")
 def large_constants(path: Path) -> Iterator[str]:
     """The names of a file's constants that are, or have, a whole number of eight or more."""
     for node in ast.parse(path.read_text()).body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        if (
+            not isinstance(node, ast.Assign | ast.AnnAssign)
+            or node.value is None
+        ):
             continue
-        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        target = (
+            node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        )
         pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value)]
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             pairs = list(zip(target.elts, node.value.elts, strict=True))
@@ -163,11 +176,13 @@ def _is_large(node: ast.expr) -> bool:
     if isinstance(node, ast.Dict):
         return any(_is_large(value) for value in node.values)
     if isinstance(node, ast.BinOp):
-        return isinstance(node.op, ast.LShift | ast.Pow | ast.Sub | ast.Mult) and (
-            _is_whole(node.left) and _is_whole(node.right)
-        )
+        return isinstance(
+            node.op, ast.LShift | ast.Pow | ast.Sub | ast.Mult
+        ) and (_is_whole(node.left) and _is_whole(node.right))
     return (
-        isinstance(node, ast.Constant) and type(node.value) is int and node.value >= 8
+        isinstance(node, ast.Constant)
+        and type(node.value) is int
+        and node.value >= 8
     )
 
 
@@ -177,15 +192,25 @@ def _is_whole(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
 
 
-def test_every_large_constant_of_a_step_is_in_the_table_or_has_a_reason() -> None:
+def test_every_large_constant_of_a_step_is_in_the_table_or_has_a_reason() -> (
+    None
+):
     paths = [
-        path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))
+        path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
     ]
-    paths += [ROOT / "src" / "phalanx" / "train" / f"{name}.py" for name in FILES]
+    paths += [
+        ROOT / "src" / "phalanx" / "train" / f"{name}.py" for name in FILES
+    ]
     found = set()
     for path in paths:
         file = path.as_posix().rpartition("/src/")[2].removeprefix("phalanx/")
         found |= {f"{file} {name}" for name in large_constants(path)}
-    listed = {f"{t.file} {t.name}" for t in THRESHOLDS if t.file != "layout/choices.py"}
+    listed = {
+        f"{t.file} {t.name}"
+        for t in THRESHOLDS
+        if t.file != "layout/choices.py"
+    }
     assert found == listed | set(ELSEWHERE)
     assert not listed & set(ELSEWHERE)

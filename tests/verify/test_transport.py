@@ -75,7 +75,10 @@ def _lose_ones(call: Call) -> None:
         (faulty("broadcast", lambda call: call.x.add_(1)), "broadcast of"),
         (faulty("all_reduce", _forget_nan, "min"), "all_reduce(min) of a NaN"),
         (faulty("all_reduce", _lose_ones), "all_reduce(sum) in bfloat16"),
-        (faulty("receive", lambda call: call.x.fill_(-1.0)), "a message of 1 elements"),
+        (
+            faulty("receive", lambda call: call.x.fill_(-1.0)),
+            "a message of 1 elements",
+        ),
     ],
 )
 def test_a_wrong_call_is_named(world: type, named: str) -> None:
@@ -110,10 +113,14 @@ def test_layouts_are_not_trained_over_a_wrong_transport() -> None:
 
         def __enter__(self):  # type: ignore[no-untyped-def]
             world = faulty("all_gather", _roll)
-            return lambda fn, *args: run_threads(fn, self.size, args, 60.0, 0, world)
+            return lambda fn, *args: run_threads(
+                fn, self.size, args, 60.0, 0, world
+            )
 
         def __exit__(self, *error: object) -> None: ...
 
     (verdict,) = verify(shape, [Layout.parse("dp2 fp64")], worlds=Worlds)
     assert not verdict.passed
-    assert verdict.first_difference.startswith("rank 0: all_gather of 5 elements")
+    assert verdict.first_difference.startswith(
+        "rank 0: all_gather of 5 elements"
+    )

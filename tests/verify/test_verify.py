@@ -17,7 +17,14 @@ from phalanx.comm import CommMisuse, RankFailed, World, regions
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape, legal
 from phalanx.parallel import Model, build_model
-from phalanx.verify import SHAPES, batch_of, compare, covering, every_layout, verify
+from phalanx.verify import (
+    SHAPES,
+    batch_of,
+    compare,
+    covering,
+    every_layout,
+    verify,
+)
 from phalanx.verify.reference import Trace, TracedStep
 from seeded import FAULTS, Fault, catch, swapped
 
@@ -25,7 +32,9 @@ pytestmark = pytest.mark.long_tests
 
 
 def failures(verdicts: object) -> list[str]:
-    return [f"{v.layout}: {v.first_difference}" for v in verdicts if not v.passed]  # type: ignore[attr-defined]
+    return [
+        f"{v.layout}: {v.first_difference}" for v in verdicts if not v.passed
+    ]  # type: ignore[attr-defined]
 
 
 # of the others up to four: `make slow` has all layouts of eight
@@ -39,7 +48,9 @@ DEFAULT = {"qwen": {0}, "odd": {1}, "gemma": {2}, "olmo": {3}, "experts": {0}}
 DEFAULT |= {"latent": set[int](), "sinks": set[int]()}
 CHOSEN = [
     pytest.param(
-        name, part, marks=[pytest.mark.slow] * (part not in DEFAULT.get(name, {part}))
+        name,
+        part,
+        marks=[pytest.mark.slow] * (part not in DEFAULT.get(name, {part})),
     )
     for name, parts in COUNTS.items()
     for part in range(parts)
@@ -58,7 +69,9 @@ def test_layouts_that_cover_every_pair_of_choices_agree_with_one_process(
     assert failures(verify(SHAPES[name], some, steps=2)) == []
 
 
-def test_recomputation_to_fit_selective_and_offload_agree_in_combination() -> None:
+def test_recomputation_to_fit_selective_and_offload_agree_in_combination() -> (
+    None
+):
     texts = """
         recompute:fit accum:3; pp2 1f1b:4 recompute:fit; dp2 zero3 recompute:fit accum:2;
         recompute:selective; tp2 seq recompute:selective; cp2 tp2 recompute:selective;
@@ -71,7 +84,9 @@ def test_recomputation_to_fit_selective_and_offload_agree_in_combination() -> No
         pp2 stages:1-3; pp2 stages:4-0 zero1 dp2; dp2 pp2 zero3 gather:step 1f1b:4
     """
     assert (
-        failures(verify(SHAPES["gqa"], Layout.parse_many(" ".join(texts.split()))))
+        failures(
+            verify(SHAPES["gqa"], Layout.parse_many(" ".join(texts.split())))
+        )
         == []
     )
 
@@ -96,11 +111,16 @@ TRAINED_IN_PART = """
 
 @pytest.mark.parametrize("name", ["gqa", "gpt"])
 def test_adapters_and_frozen_weights_agree_with_one_process(name: str) -> None:
-    shape, layouts = SHAPES[name], Layout.parse_many(" ".join(TRAINED_IN_PART.split()))
+    shape, layouts = (
+        SHAPES[name],
+        Layout.parse_many(" ".join(TRAINED_IN_PART.split())),
+    )
     adapted = replace(shape, lora_r=3)
     frozen = replace(shape, freeze=("embed", "layers.1"))
     make = partial(_with_frozen_weights, shape)
-    found = [failures(verify(each, layouts, steps=2)) for each in (adapted, frozen)]
+    found = [
+        failures(verify(each, layouts, steps=2)) for each in (adapted, frozen)
+    ]
     assert [*found, failures(verify(shape, layouts, steps=2, make=make))] == [
         [],
         [],
@@ -141,7 +161,8 @@ def sharing(name: str, ranks: int) -> tuple[Layout, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "name, part", [("experts", n) for n in range(4)] + [("latent", n) for n in range(4)]
+    "name, part",
+    [("experts", n) for n in range(4)] + [("latent", n) for n in range(4)],
 )
 def test_experts_agree_that_ranks_of_tp_and_cp_share(
     name: str, part: int, packed: bool
@@ -163,14 +184,21 @@ SHARED = """
 def test_experts_agree_that_other_axes_share(name: str) -> None:
     layouts = Layout.parse_many(" ".join(SHARED.split()))
     assert (
-        failures(verify(SHAPES[name], layouts, steps=2, packed=name == "latent")) == []
+        failures(
+            verify(SHAPES[name], layouts, steps=2, packed=name == "latent")
+        )
+        == []
     )
 
 
 def test_experts_without_a_token_agree_over_ranks() -> None:
     """Five tokens of each rank choose among 16 experts, so that most have none."""
-    shape = replace(SHAPES["experts"], experts=16, top_k=1, batch=8, sequence=5)
-    layouts = Layout.parse_many("ep8; ep3 dp2 zero3; ep4 tp2 seq; pp2 ep2 zb-h1:2")
+    shape = replace(
+        SHAPES["experts"], experts=16, top_k=1, batch=8, sequence=5
+    )
+    layouts = Layout.parse_many(
+        "ep8; ep3 dp2 zero3; ep4 tp2 seq; pp2 ep2 zb-h1:2"
+    )
     assert failures(verify(shape, layouts, steps=1)) == []
 
 
@@ -182,12 +210,16 @@ def test_latents_and_groups_of_experts_agree_over_ranks() -> None:
     assert failures(verify(SHAPES["latent"], layouts, steps=2)) == []
 
 
-def test_sinks_biases_of_experts_and_losses_of_early_stages_agree_over_ranks() -> None:
+def test_sinks_biases_of_experts_and_losses_of_early_stages_agree_over_ranks() -> (
+    None
+):
     texts = "tp4 zero1; dp2 tp2 seq zero3; cp2 tp2 accum:2; pp2 cp2:ulysses zb-h1:2; ep2 tp2 seq"
     layouts = Layout.parse_many(
         f"{texts}; ep3 recompute:selective; pp2 ep2 zero2 1f1b:2"
     )
-    assert failures(verify(SHAPES["sinks"], layouts, steps=2, packed=True)) == []
+    assert (
+        failures(verify(SHAPES["sinks"], layouts, steps=2, packed=True)) == []
+    )
 
 
 def test_a_loss_of_the_whole_batch_agrees_over_ranks() -> None:
@@ -221,11 +253,15 @@ def nan_for_empty() -> Iterator[None]:
 @pytest.mark.parametrize("experts", [7, 16])
 def test_no_row_that_nobody_has_written_is_used(experts: int) -> None:
     """Of 16 experts most have no token; of seven the last has all of them."""
-    shape = replace(SHAPES["experts"], experts=experts, top_k=1, batch=9, sequence=5)
+    shape = replace(
+        SHAPES["experts"], experts=experts, top_k=1, batch=9, sequence=5
+    )
     layouts = Layout.parse_many(
         "ep3 dp2 zero3; ep4 tp2 seq; pp2 ep2 zb-h1:2; ep2 recompute:all"
     )
-    make = partial(_drawn, shape) if experts == 7 else partial(build_model, shape)
+    make = (
+        partial(_drawn, shape) if experts == 7 else partial(build_model, shape)
+    )
     assert failures(verify(shape, layouts, steps=1, make=make)) == []
 
 
@@ -235,14 +271,15 @@ def test_all_tokens_to_one_expert_agree_over_ranks() -> None:
     layouts = Layout.parse_many(
         "ep8; ep2 tp2 seq; ep3 zero3; pp2 ep4 zb-h1:2; ep2 recompute:all"
     )
-    assert failures(verify(shape, layouts, steps=1, make=partial(_drawn, shape))) == []
+    assert (
+        failures(verify(shape, layouts, steps=1, make=partial(_drawn, shape)))
+        == []
+    )
 
 
 def test_a_forward_beside_a_backward_agrees_with_one_process() -> None:
     shape = replace(SHAPES["experts"], batch=10, freeze=("layers.1",))
-    layouts = (
-        "ep2 pp2 dualpipe-v:5 zero2; ep2 tp2 seq accum:2 overlap recompute:selective"
-    )
+    layouts = "ep2 pp2 dualpipe-v:5 zero2; ep2 tp2 seq accum:2 overlap recompute:selective"
     assert failures(verify(shape, Layout.parse_many(layouts), steps=1)) == []
 
 
@@ -260,15 +297,22 @@ def test_packed_documents_agree_over_context_and_tensor_parallel_layouts(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("part", range(4))
-def test_every_legal_layout_up_to_eight_ranks_agrees(name: str, part: int) -> None:
-    assert failures(verify(SHAPES[name], every_layout(SHAPES[name], 8)[part::4])) == []
+def test_every_legal_layout_up_to_eight_ranks_agrees(
+    name: str, part: int
+) -> None:
+    assert (
+        failures(verify(SHAPES[name], every_layout(SHAPES[name], 8)[part::4]))
+        == []
+    )
 
 
 def test_thirty_layouts_of_four_gloo_processes_agree_in_one_world() -> None:
     every = [x for x in every_layout(SHAPES["gqa"], 4) if x.ranks == 4]
     layouts = covering(tuple(every), 30)[:30]
     assert len(layouts) == 30
-    assert failures(verify(SHAPES["gqa"], layouts, backend="gloo", steps=1)) == []
+    assert (
+        failures(verify(SHAPES["gqa"], layouts, backend="gloo", steps=1)) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +327,9 @@ def test_a_seeded_fault_is_caught_and_named(fault: Fault, dtype: str) -> None:
 
 
 IN_BOTH = {fault.name for fault in FAULTS if "bfloat16" in fault.dtypes}
-OF_THE_SCALE = [f for f in FAULTS if f.dtypes == ("float16",) and f.name not in IN_BOTH]
+OF_THE_SCALE = [
+    f for f in FAULTS if f.dtypes == ("float16",) and f.name not in IN_BOTH
+]
 
 
 @pytest.mark.parametrize("fault", OF_THE_SCALE, ids=lambda f: f.name)
@@ -300,7 +346,10 @@ def _unlisted(error: Exception) -> Fault:
 
     row = next(each for each in FAULTS if each.name.startswith("row region"))
     return replace(
-        row, name="unlisted", patch=lambda: swapped(regions, "reduce", wrong), names=""
+        row,
+        name="unlisted",
+        patch=lambda: swapped(regions, "reduce", wrong),
+        names="",
     )
 
 
@@ -311,7 +360,9 @@ def _unlisted(error: Exception) -> Fault:
         RuntimeError("shapes (3) and (4) do not match"),
     ],
 )
-def test_an_accident_in_a_seeded_fault_catches_nothing(error: Exception) -> None:
+def test_an_accident_in_a_seeded_fault_catches_nothing(
+    error: Exception,
+) -> None:
     seen = catch(_unlisted(error), "float64")
     assert not seen.caught
     assert not seen.named
@@ -320,7 +371,8 @@ def test_an_accident_in_a_seeded_fault_catches_nothing(error: Exception) -> None
 
 def test_a_refusal_of_ours_catches_a_seeded_fault() -> None:
     seen = catch(
-        _unlisted(CommMisuse("the parts of two ranks differ in size")), "float64"
+        _unlisted(CommMisuse("the parts of two ranks differ in size")),
+        "float64",
     )
     assert seen.caught
     assert seen.first_difference.startswith(
@@ -354,11 +406,17 @@ def test_a_covering_subset_contains_every_pair_of_choices() -> None:
     assert {p[:2] for p in pairs} == {(x.tp, x.zero) for x in few}
 
 
-@pytest.mark.parametrize("name", [n for n, s in SHAPES.items() if s.kind == "decoder"])
+@pytest.mark.parametrize(
+    "name", [n for n, s in SHAPES.items() if s.kind == "decoder"]
+)
 @pytest.mark.parametrize("step", range(4))
-def test_every_token_of_the_vocabulary_is_in_every_batch(name: str, step: int) -> None:
+def test_every_token_of_the_vocabulary_is_in_every_batch(
+    name: str, step: int
+) -> None:
     batch = batch_of(SHAPES[name], step)
-    assert set(batch["tokens"].flatten().tolist()) == set(range(SHAPES[name].vocab))
+    assert set(batch["tokens"].flatten().tolist()) == set(
+        range(SHAPES[name].vocab)
+    )
     # What is to be predicted is what comes next, where it counts.
     later, targets = batch["tokens"][:, 1:], batch["targets"][:, :-1]
     assert ((targets == later) | (targets == -100)).all()
@@ -371,20 +429,27 @@ def test_a_log_is_not_run_again(tmp_path: object) -> None:
         "layout": "dp2", "ranks": 2, "passed": False, "max_rel_error": 7.0, "first_difference": "x",
     }  # fmt: skip
     log.write_text(json.dumps(told) + "\n")
-    verdicts = list(verify(SHAPES["mlp"], Layout.parse_many("dp2; tp2"), log=log))
+    verdicts = list(
+        verify(SHAPES["mlp"], Layout.parse_many("dp2; tp2"), log=log)
+    )
     assert [v.max_rel_error == 7.0 for v in verdicts] == [True, False]
     assert len(log.read_text().splitlines()) == 2
 
 
-def test_a_true_gradient_of_zero_is_compared_on_the_scale_of_the_model() -> None:
+def test_a_true_gradient_of_zero_is_compared_on_the_scale_of_the_model() -> (
+    None
+):
     import torch
 
     def trace(noise: float) -> Trace:
         gradients = {"a": torch.tensor([1.0]), "b": torch.tensor([noise])}
-        return Trace({}, [TracedStep(1.0, 1.0, gradients, {"a": torch.ones(1)}, {})])
+        return Trace(
+            {}, [TracedStep(1.0, 1.0, gradients, {"a": torch.ones(1)}, {})]
+        )
 
     worst = max(
-        d.error for d in compare(trace(1e-18), trace(-1e-18), lambda step: 0.01)
+        d.error
+        for d in compare(trace(1e-18), trace(-1e-18), lambda step: 0.01)
     )
     assert worst < 1e-10
 
@@ -393,7 +458,16 @@ def test_the_command_says_which_layouts_failed_and_exits_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (
-        main(["verify", "--model", "mlp", "--layouts", "dp2; dp2 tp2 zero3", "--json"])
+        main(
+            [
+                "verify",
+                "--model",
+                "mlp",
+                "--layouts",
+                "dp2; dp2 tp2 zero3",
+                "--json",
+            ]
+        )
         == 0
     )
     said = json.loads(capsys.readouterr().out)
@@ -405,7 +479,9 @@ def test_the_command_says_which_layouts_failed_and_exits_so(
         "max_rel_error",
         "first_difference",
     }
-    with next(each for each in FAULTS if each.name.startswith("row region")).patch():
+    with next(
+        each for each in FAULTS if each.name.startswith("row region")
+    ).patch():
         assert main(["verify", "--layouts", "tp2"]) == 1
     assert "output of embed" in capsys.readouterr().out
 

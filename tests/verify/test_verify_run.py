@@ -17,7 +17,12 @@ from phalanx import comm
 from phalanx.cli import main, train_verify
 from phalanx.cost import StepFlops, step_flops
 from phalanx.layout import Layout, Shape, legal
-from phalanx.layout.proportions import STEPS, small_layout, small_run, small_shape
+from phalanx.layout.proportions import (
+    STEPS,
+    small_layout,
+    small_run,
+    small_shape,
+)
 from phalanx.layout.run import Run
 from phalanx.parallel import local
 from phalanx.train import loop, rank, step
@@ -74,13 +79,17 @@ def test_a_run_agrees_in_float64_and_in_its_own_precision(
 
 
 def without_warmup() -> AbstractContextManager[None]:
-    return swapped(step, "learning_rate", lambda choice, number, steps: choice.lr)
+    return swapped(
+        step, "learning_rate", lambda choice, number, steps: choice.lr
+    )
 
 
 def with_default_betas() -> AbstractContextManager[None]:
     plain: Callable[[Run], Any] = rank.optimizer_of
     return swapped(
-        rank, "optimizer_of", lambda run: replace(plain(run), beta1=0.9, beta2=0.95)
+        rank,
+        "optimizer_of",
+        lambda run: replace(plain(run), beta1=0.9, beta2=0.95),
     )
 
 
@@ -113,7 +122,9 @@ def with_the_data_from_the_beginning() -> AbstractContextManager[None]:
     return swapped(RunState, "restore", restore)
 
 
-def after_loading(change: Callable[[Any], None]) -> AbstractContextManager[None]:
+def after_loading(
+    change: Callable[[Any], None],
+) -> AbstractContextManager[None]:
     """A change of what a checkpoint has brought to a rank."""
     plain = loop.load_or_draw
 
@@ -195,7 +206,9 @@ def with_a_row_less() -> AbstractContextManager[None]:
     ],
 )
 def test_a_mistake_in_what_trains_the_run_is_named(
-    broken: Callable[[], AbstractContextManager[None]], named: str, tmp_path: Path
+    broken: Callable[[], AbstractContextManager[None]],
+    named: str,
+    tmp_path: Path,
 ) -> None:
     with broken():
         first = next(verdicts(tmp_path, "layout=dp2 zero1"))
@@ -244,7 +257,9 @@ def test_clipping_is_at_work_in_some_steps_and_an_epoch_ends_within_them(
     run = Run.parse("", "run", (*WORDS, "layout=dp2 zero1"))
     trial = run_trial(run, run.shape, Layout.parse("dp2 zero1"), str(tmp_path))
     for packing in ("", "bfd", "none"):
-        batches = batches_of(replace(trial.run, packing=packing), trial.run.shape)
+        batches = batches_of(
+            replace(trial.run, packing=packing), trial.run.shape
+        )
         assert 0 < batches.sequences < STEPS * batches.size
 
 
@@ -275,9 +290,13 @@ def test_flops_by_hand() -> None:
     assert found.causal == products + of_pairs * 21
 
 
-@pytest.mark.parametrize("name", [n for n, s in SHAPES.items() if s.kind != "mlp"])
 @pytest.mark.parametrize(
-    "change", [{}, {"lora_r": 3}, {"freeze": ("layers.0",)}], ids=["", "lora", "frozen"]
+    "name", [n for n, s in SHAPES.items() if s.kind != "mlp"]
+)
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"lora_r": 3}, {"freeze": ("layers.0",)}],
+    ids=["", "lora", "frozen"],
 )
 def test_flops_of_a_journal_are_those_that_torch_counts(
     name: str, change: dict[str, Any]
@@ -304,7 +323,10 @@ def test_flops_of_a_journal_are_those_that_torch_counts(
             ("schedule=cosine", "min_lr=0.0"),
             [0.8535533905932737, 0.5, 0.14644660940672627, 0.0],
         ),
-        (("schedule=wsd", "decay_steps=2", "min_lr=0.0"), [1.0, 1.0, 0.5, 0.0]),
+        (
+            ("schedule=wsd", "decay_steps=2", "min_lr=0.0"),
+            [1.0, 1.0, 0.5, 0.0],
+        ),
     ],
 )
 def test_the_rate_of_the_one_process_is_the_one_by_hand(
@@ -327,24 +349,40 @@ def test_a_small_shape_has_every_kind_of_block_and_the_ratios_of_heads(
     small = small_shape(shape)
     assert small.total < 1e6
     assert small.vocab % 2 == 1
-    assert small.heads // small.kv_heads == min(4, shape.heads // shape.kv_heads)
+    assert small.heads // small.kv_heads == min(
+        4, shape.heads // shape.kv_heads
+    )
     assert (small.experts > 0) == (shape.experts > 0)
     assert (small.kv_latent > 0) == (shape.kv_latent > 0)
-    whole = {(shape.window(n) > 0, shape.sparse(n)) for n in range(1, shape.layers + 1)}
-    few = {(small.window(n) > 0, small.sparse(n)) for n in range(1, small.layers + 1)}
+    whole = {
+        (shape.window(n) > 0, shape.sparse(n))
+        for n in range(1, shape.layers + 1)
+    }
+    few = {
+        (small.window(n) > 0, small.sparse(n))
+        for n in range(1, small.layers + 1)
+    }
     assert few == whole
 
 
 @pytest.mark.parametrize(
     ("large", "small"),
     [
-        ("dp64 pp8 tp8 seq zero1 1f1b:8 bf16", "dp2 pp2 tp2 seq zero1 1f1b:4 bf16"),
+        (
+            "dp64 pp8 tp8 seq zero1 1f1b:8 bf16",
+            "dp2 pp2 tp2 seq zero1 1f1b:4 bf16",
+        ),
         ("dp8x4 zero3", "dp2x2 zero3"),
         ("cp8:4x2 zero2 accum:8", "cp4:2x2 zero2 accum:2"),
-        ("pp4 ep8 dp8 zb-h1:16 recompute:all", "pp2 ep2 dp2 zb-h1:4 recompute:all"),
+        (
+            "pp4 ep8 dp8 zb-h1:16 recompute:all",
+            "pp2 ep2 dp2 zb-h1:4 recompute:all",
+        ),
     ],
 )
-def test_a_small_layout_keeps_each_axis_and_choice(large: str, small: str) -> None:
+def test_a_small_layout_keeps_each_axis_and_choice(
+    large: str, small: str
+) -> None:
     assert small_layout(Layout.parse(large)) == Layout.parse(small)
 
 
@@ -362,7 +400,11 @@ def test_the_small_form_of_a_run_keeps_its_keys(tmp_path: Path) -> None:
         (0.7, 0.8),
         7,
     )
-    assert (small.optimizer.warmup_steps, small.optimizer.decay_steps, small.steps) == (
+    assert (
+        small.optimizer.warmup_steps,
+        small.optimizer.decay_steps,
+        small.steps,
+    ) == (
         2,
         1,
         STEPS,
@@ -399,7 +441,14 @@ def test_a_run_that_agrees_is_trained_after_the_comparison(
     lines: list[str] = []
     monkeypatch.setattr(train_verify, "progress", lines.append)
     out = tmp_path / "run"
-    words = [MODEL, "batch=4", "steps=1", "layout=dp2", "verify=true", f"out={out}"]
+    words = [
+        MODEL,
+        "batch=4",
+        "steps=1",
+        "layout=dp2",
+        "verify=true",
+        f"out={out}",
+    ]
     assert main(["train", *words]) == 0
     said = "\n".join(lines)
     assert "2 of 2 trials of the run agree with one process." in said
@@ -416,7 +465,10 @@ def test_a_run_that_differs_is_refused_before_its_first_step(
 ) -> None:
     """The comparison is made in this process, so that the fault is there too."""
     out = tmp_path / "run"
-    here: Callable[..., list[Any]] = lambda fn, ranks, run, **how: [fn(None, run)]  # noqa: E731
+
+    def here(fn: Callable[..., Any], ranks: int, run: Any, **how: Any) -> Any:
+        return [fn(None, run)]
+
     monkeypatch.setattr(comm, "launch", here)
     words = [MODEL, "batch=4", "layout=dp2 zero1", "verify=true", f"out={out}"]
     with without_clip():

@@ -75,7 +75,9 @@ def test_dropout_changes_what_is_computed() -> None:
         truth_of(
             partial(build_model, SHAPES["gqa"], dropout=rate),
             Setting(
-                partial(batch_of, SHAPES["gqa"], noisy=True), precision=WIDE, steps=1
+                partial(batch_of, SHAPES["gqa"], noisy=True),
+                precision=WIDE,
+                steps=1,
             ),
         ).trace
         for rate in (0.0, 0.2)
@@ -86,7 +88,9 @@ def test_dropout_changes_what_is_computed() -> None:
             batch_of(SHAPES["gqa"], step, noisy=True)["noise"].unique().numel()
             == 25 * 12
         )
-    one, other = (batch_of(SHAPES["gqa"], step, noisy=True)["noise"] for step in (0, 1))
+    one, other = (
+        batch_of(SHAPES["gqa"], step, noisy=True)["noise"] for step in (0, 1)
+    )
     assert not set(one.flatten().tolist()) & set(other.flatten().tolist())
 
 
@@ -113,7 +117,10 @@ def test_heads_of_tp_ranks_that_drop_alike_are_caught_and_named() -> None:
     """Each rank numbers its heads from 0."""
 
     def forward(
-        self: Dropout, x: Tensor, noise: Tensor | None, index: Tensor | None = None
+        self: Dropout,
+        x: Tensor,
+        noise: Tensor | None,
+        index: Tensor | None = None,
     ) -> Tensor:
         return right_dropout(
             self, x, noise, None if index is None else torch.arange(len(index))
@@ -130,7 +137,9 @@ def test_heads_of_tp_ranks_that_drop_alike_are_caught_and_named() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_both_optimizers_agree_over_axes(optimizer: str) -> None:
     layouts = "dp2; dp2 zero1; dp2x2 zero3; tp2; tp4 seq; pp2 1f1b:3; cp2 tp2; offload:optimizer"
-    assert [v for v in verdicts(layouts, optimizer=optimizer) if not v.passed] == []
+    assert [
+        v for v in verdicts(layouts, optimizer=optimizer) if not v.passed
+    ] == []
 
 
 def ignoring(
@@ -151,7 +160,12 @@ def ignoring(
         ("adamw", "eps", 1e-8, 0),
         ("adamw", "beta2", 0.95, 1),
         ("adamw", "beta1", 0.9, 1),
-        ("sgd", "momentum", 1e-30, 1),  # not 0, with which torch refuses the buffers
+        (
+            "sgd",
+            "momentum",
+            1e-30,
+            1,
+        ),  # not 0, with which torch refuses the buffers
     ],
 )
 def test_an_option_of_an_optimizer_that_is_ignored_is_caught(
@@ -172,7 +186,9 @@ def test_decay_that_is_ignored_is_caught(optimizer: str) -> None:
         right(self, *args, **{**common, "weight_decay": 0.0})
 
     with swapped(owner, "kernel", kernel):
-        assert "step 0: the weight of head.output" in first("dp2", optimizer=optimizer)
+        assert "step 0: the weight of head.output" in first(
+            "dp2", optimizer=optimizer
+        )
 
 
 # ---- loss scale
@@ -183,7 +199,11 @@ MLP = SHAPES["mlp"]
 def overflowing(step: int) -> Mapping[str, Tensor]:
     """Inputs of step 1 that no loss scale can save in float16."""
     batch = batch_of(MLP, step, dtype=torch.float16)
-    return {"inputs": torch.full_like(batch["inputs"], 6e4)} if step == 1 else batch
+    return (
+        {"inputs": torch.full_like(batch["inputs"], 6e4)}
+        if step == 1
+        else batch
+    )
 
 
 def scaled(
@@ -196,10 +216,20 @@ def scaled(
     make = partial(build_model, MLP)
     known = truth_of(make, setting)
     # Grown after two good steps in a row, halved by the overflow.
-    assert [s.scale for s in known.trace.steps] == [1024, 1024, 512, 512, 1024, 1024]
+    assert [s.scale for s in known.trace.steps] == [
+        1024,
+        1024,
+        512,
+        512,
+        1024,
+        1024,
+    ]
     with patch or contextmanager(lambda: iter([None]))():
         return judge(
-            Layout(), trained(Layout.parse("dp2"), MLP, setting), known, setting
+            Layout(),
+            trained(Layout.parse("dp2"), MLP, setting),
+            known,
+            setting,
         )
 
 
@@ -230,12 +260,15 @@ right_saw = LossScale.saw
 
 
 @pytest.mark.parametrize(
-    ("wrong", "step"), [(never_halved, 2), (not_counted_anew, 3), (grows_each_time, 1)]
+    ("wrong", "step"),
+    [(never_halved, 2), (not_counted_anew, 3), (grows_each_time, 1)],
 )
 def test_a_loss_scale_that_goes_wrong_is_named(
     wrong: Callable[[LossScale, bool], None], step: int
 ) -> None:
-    fault = swapped(LossScale, "saw", lambda self, *, finite: wrong(self, finite))
+    fault = swapped(
+        LossScale, "saw", lambda self, *, finite: wrong(self, finite)
+    )
     assert f"step {step}: the loss scale" in scaled(fault).first_difference
 
 
@@ -248,7 +281,8 @@ def test_a_step_that_overflowed_and_was_not_skipped_is_caught() -> None:
         self.norm = self.norm.where(self.norm.isfinite(), 1.0)
 
     assert (
-        "step 1: " in scaled(swapped(Executor, "_use_sums", use_sums)).first_difference
+        "step 1: "
+        in scaled(swapped(Executor, "_use_sums", use_sums)).first_difference
     )
 
 
@@ -311,7 +345,9 @@ def test_a_seed_that_is_ignored_is_caught() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_draw_of_the_comparison_has_the_spread_that_the_docs_say(name: str) -> None:
+def test_the_draw_of_the_comparison_has_the_spread_that_the_docs_say(
+    name: str,
+) -> None:
     described = build_model(
         replace(SHAPES[name], hidden=128, heads=4, head_dim=32, ffn=256)
     )
@@ -341,18 +377,25 @@ def test_no_two_weights_of_the_draw_of_the_comparison_start_equal() -> None:
     """So that a start which is equal to it, as is compared, has no two equal layers."""
     for shape in SHAPES.values():
         described = build_model(shape)
-        drawn = [draw(described, name, 0).flatten() for name in described.weights]
+        drawn = [
+            draw(described, name, 0).flatten() for name in described.weights
+        ]
         random = [x[:12].tolist() for x in drawn if x.unique().numel() > 2]
         assert len(random) >= shape.layers
         assert all(a != b for a, b in combinations(random, 2))
 
 
-def test_a_model_of_somebody_s_may_start_two_weights_equal_on_purpose() -> None:
+def test_a_model_of_somebody_s_may_start_two_weights_equal_on_purpose() -> (
+    None
+):
     def same(name: str, weight: Tensor, generator: torch.Generator) -> None:
         weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
 
     assert (
-        first("dp2", make=lambda: replace(build_model(SHAPES["gqa"]), draw=same)) == ""
+        first(
+            "dp2", make=lambda: replace(build_model(SHAPES["gqa"]), draw=same)
+        )
+        == ""
     )
 
 
@@ -366,7 +409,9 @@ PADDED = [
 
 
 @pytest.mark.parametrize("fault", PADDED, ids=lambda f: f.name)
-def test_a_fault_is_named_by_its_piece_where_time_is_padded(fault: Any) -> None:
+def test_a_fault_is_named_by_its_piece_where_time_is_padded(
+    fault: Any,
+) -> None:
     """A sequence of 11 over a ring of 2 is padded to 12."""
     shape = replace(SHAPES["gqa"], sequence=11)
     assert len(PADDED) >= 4
@@ -375,7 +420,9 @@ def test_a_fault_is_named_by_its_piece_where_time_is_padded(fault: Any) -> None:
     assert "the output of layers.0[" in verdict.first_difference
 
 
-def test_outputs_of_every_token_and_piece_are_compared_where_time_is_padded() -> None:
+def test_outputs_of_every_token_and_piece_are_compared_where_time_is_padded() -> (
+    None
+):
     shape = replace(SHAPES["gqa"], sequence=11)
     setting = Setting(partial(batch_of, shape), steps=1, precision=WIDE)
     for layout in (
@@ -384,7 +431,9 @@ def test_outputs_of_every_token_and_piece_are_compared_where_time_is_padded() ->
         "tp4 seq fp64",
         "pp2 cp4:2x2 1f1b:3 fp64",
     ):
-        outputs = trained(Layout.parse(layout), shape, setting).steps[0].outputs
+        outputs = (
+            trained(Layout.parse(layout), shape, setting).steps[0].outputs
+        )
         assert outputs.keys() == {"embed", *(f"layers.{n}" for n in range(4))}
         for numbers in outputs.values():
             assert numbers.shape == (25, 11)
@@ -421,7 +470,9 @@ def raising(world: World, layout: Layout, *rest: Any) -> Any:
 def test_a_layout_that_raises_is_named_and_the_others_are_compared(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["phalanx.verify.verify"], "train_layout", raising)
+    monkeypatch.setattr(
+        sys.modules["phalanx.verify.verify"], "train_layout", raising
+    )
     found = verdicts(
         "dp2; dp2 zero1; dp2 zero2; dp2 zero1 accum:3; tp2", backend=backend
     )
@@ -431,8 +482,12 @@ def test_a_layout_that_raises_is_named_and_the_others_are_compared(
         assert "the moon is full" in verdict.first_difference
 
 
-def test_one_rank_that_raises_is_a_verdict_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["phalanx.verify.verify"], "train_layout", raising)
+def test_one_rank_that_raises_is_a_verdict_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        sys.modules["phalanx.verify.verify"], "train_layout", raising
+    )
     found = verdicts("zero1; accum:3")
     assert [v.passed for v in found] == [False, True]
     assert found[0].first_difference == "ArithmeticError: the moon is full"
@@ -494,12 +549,16 @@ def test_a_model_whose_loss_is_not_a_number_is_refused() -> None:
     def nan_model() -> Model:
         made = build_model(SHAPES["gqa"])
 
-        def nowhere(name: str, weight: Tensor, generator: torch.Generator) -> None:
+        def nowhere(
+            name: str, weight: Tensor, generator: torch.Generator
+        ) -> None:
             weight.fill_(math.nan)
 
         return replace(made, draw=nowhere)
 
-    with pytest.raises(ValueError, match="one process has a loss of nan in step 0"):
+    with pytest.raises(
+        ValueError, match="one process has a loss of nan in step 0"
+    ):
         verdicts("dp2", make=nan_model)
 
 
@@ -520,7 +579,9 @@ def machine(
     return proc, cgroups
 
 
-MEMINFO = "MemTotal:       24684092 kB\nMemFree: 1 kB\nMemAvailable:   16777216 kB\n"
+MEMINFO = (
+    "MemTotal:       24684092 kB\nMemFree: 1 kB\nMemAvailable:   16777216 kB\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -563,7 +624,10 @@ MEMINFO = "MemTotal:       24684092 kB\nMemFree: 1 kB\nMemAvailable:   16777216 
 def test_what_is_available_is_the_least_that_the_machine_and_its_groups_leave(
     groups: str, files: Mapping[str, str], gib: float, tmp_path: Path
 ) -> None:
-    assert available_memory(*machine(tmp_path, MEMINFO, groups, files)) == gib * GIB
+    assert (
+        available_memory(*machine(tmp_path, MEMINFO, groups, files))
+        == gib * GIB
+    )
 
 
 def test_a_comparison_that_would_not_fit_is_refused_with_the_numbers(
@@ -576,16 +640,23 @@ def test_a_comparison_that_would_not_fit_is_refused_with_the_numbers(
     assert main(["verify", "--model", "8b", "--layouts", "dp2; tp2"]) == 2
     said = capsys.readouterr().err
     assert "verify --model 8b needs about" in said
-    assert "'tp2 fp64'" in said  # the larger of the two: its ranks repeat activations
+    assert (
+        "'tp2 fp64'" in said
+    )  # the larger of the two: its ranks repeat activations
     assert "GiB are available" in said
     assert "--memory GIB" in said
     assert main(["verify", "--layouts", "dp2", "--memory", "0.01"]) == 2
     assert "0.0 GiB may be used (--memory)" in capsys.readouterr().err
 
 
-def test_memory_can_be_said_to_be_enough(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_can_be_said_to_be_enough(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert (
-        main(["verify", "--model", "mlp", "--layouts", "dp2", "--memory", "100"]) == 0
+        main(
+            ["verify", "--model", "mlp", "--layouts", "dp2", "--memory", "100"]
+        )
+        == 0
     )
     assert main(["verify", "--layouts", "dp2", "--memory", "0"]) == 2
     assert "--memory is 0" in capsys.readouterr().err
@@ -593,12 +664,17 @@ def test_memory_can_be_said_to_be_enough(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_estimate_counts_weights_records_copies_and_activations() -> None:
     """By hand, for weights of a GiB in float64 and nothing else to speak of."""
-    shape = Shape("wide", layers=1, hidden=16, heads=1, vocab=8, sequence=1, batch=1)
+    shape = Shape(
+        "wide", layers=1, hidden=16, heads=1, vocab=8, sequence=1, batch=1
+    )
     numbers = 1 << 27  # of 8 bytes
     options: Any = {"steps": 3, "dtype": "float64", "processes": False}
 
     def gib(layout: str) -> float:
-        return needed(shape, numbers, [Layout.parse(layout)], **options).total / GIB
+        return (
+            needed(shape, numbers, [Layout.parse(layout)], **options).total
+            / GIB
+        )
 
     # Kept: the start and twice three steps. Training: weights, gradients, two moments.
     assert needed(
@@ -607,7 +683,9 @@ def test_an_estimate_counts_weights_records_copies_and_activations() -> None:
     # A rank has weights, gathered weights and gradients, moments; writes down 7; what is joined is 7
     # and a quarter of that for who has each number, and the one process's record is 7.
     assert gib("") == pytest.approx(3 + 2 + 7 + 8.75 + 7 + 0.4, abs=0.01)
-    assert gib("dp2") == pytest.approx(2 * (3 + 2 + 7) + 8.75 + 7 + 0.4, abs=0.01)
+    assert gib("dp2") == pytest.approx(
+        2 * (3 + 2 + 7) + 8.75 + 7 + 0.4, abs=0.01
+    )
     assert (
         gib("")
         == pytest.approx(gib("tp2"), abs=0.01)
@@ -669,7 +747,11 @@ def test_the_command_compares_dropout_and_optimizers(
 @pytest.mark.parametrize(
     ("statement", "dtype", "said"),
     [
-        ('assert len(x) < 20, "too many rows"', "float64", "AssertionError: too many"),
+        (
+            'assert len(x) < 20, "too many rows"',
+            "float64",
+            "AssertionError: too many",
+        ),
         ("x.to(torch.float64) @ x.mT", "bfloat16", "RuntimeError: "),
     ],
 )
@@ -687,7 +769,14 @@ def test_a_module_that_raises_is_named_by_its_line(
     file = tmp_path / "mine.py"
     file.write_text(lines)
     number = lines[: lines.index(statement)].count("\n") + 1
-    words = ["--model", f"{file}:Stranger", "--layouts", "dp2", "--dtype", dtype]
+    words = [
+        "--model",
+        f"{file}:Stranger",
+        "--layouts",
+        "dp2",
+        "--dtype",
+        dtype,
+    ]
     assert main(["verify", *words]) == 2
     text = capsys.readouterr().err
     assert f"{file}, line {number}: {said}" in text

@@ -19,7 +19,9 @@ from seeded import setting_of, trained
 CPU = torch.device("cpu")
 
 
-def test_every_function_of_the_table_exists_and_every_operation_is_torchs() -> None:
+def test_every_function_of_the_table_exists_and_every_operation_is_torchs() -> (
+    None
+):
     for place, operations in NARROW.items():
         file, _, function = place.partition(":")
         owner: Any = importlib.import_module(
@@ -50,10 +52,15 @@ def test_layouts_of_every_kind_of_block_compute_in_16_bits_what_the_table_says(
         dtype == "float16"
     )
     for layout in (layouts * 2)[turn : turn + 2]:
-        assert trained(replace(layout, precision="fp32"), shape, setting).breaches == ()
+        assert (
+            trained(replace(layout, precision="fp32"), shape, setting).breaches
+            == ()
+        )
 
 
-def test_operations_are_looked_at_in_16_bits_and_of_built_in_models_alone() -> None:
+def test_operations_are_looked_at_in_16_bits_and_of_built_in_models_alone() -> (
+    None
+):
     model = build_model(SHAPES["gqa"])
     half = Precision(compute=torch.bfloat16)
     own = replace(model, draw=lambda name, weight, generator: None)
@@ -74,4 +81,6 @@ def test_one_operation_in_16_bits_is_named_with_its_function() -> None:
         rotate(x, cos, cos)  # in float32, rounded once
         assert watch.found == ""
         rotate(x, cos.bfloat16(), cos.bfloat16())
-    assert watch.found.startswith("models/rope.py: rotate computes mul in 16 bits")
+    assert watch.found.startswith(
+        "models/rope.py: rotate computes mul in 16 bits"
+    )

@@ -21,7 +21,10 @@ def python_path() -> str:
 def record_worlds(folder: Path, worlds: Mapping[int, Sequence[str]]) -> None:
     """Records cases on so many ranks each."""
     words = [f"{ranks}:{','.join(cases)}" for ranks, cases in worlds.items()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path(),
+    }
     done = subprocess.run(
         [sys.executable, str(HERE / "audited_cases.py"), str(folder), *words],
         env=environment, capture_output=True, text=True, timeout=300, check=False,

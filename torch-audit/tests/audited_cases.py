@@ -32,7 +32,9 @@ def record_case(folder: Path, case: str, steps: int = 3) -> None:
 
 def run_rank(folder: Path, rank: int, ranks: int, cases: list[str]) -> None:
     store = f"file://{folder}/store-{ranks}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=ranks
+    )
     for case in cases:
         print(f"rank {rank}: {case}", flush=True)
         record_case(folder, case)

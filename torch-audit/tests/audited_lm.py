@@ -94,7 +94,9 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
         # A stage of a pipeline lacks some of the modules.
         x = tokens if self.embed is None else self.embed(tokens)
         for block in self.blocks.values():
@@ -105,7 +107,9 @@ class Model(nn.Module):
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
     """Tokens and labels of all samples of a step; samples have different numbers of labels."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, LENGTH + 1), generator=generator
+    )
     labels = tokens[:, 1:].clone()
     for row in range(BATCH):
         labels[row, : row % 5] = -100
@@ -121,14 +125,18 @@ def new_model(tied: bool = False) -> Model:
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
 
 
 def optimizer_of(model: nn.Module, bug: str = "") -> torch.optim.Optimizer:
     parameters = dict(model.named_parameters())
     if bug == "left out":
         parameters = {
-            n: p for n, p in parameters.items() if "blocks.1.up.weight" not in n
+            n: p
+            for n, p in parameters.items()
+            if "blocks.1.up.weight" not in n
         }
     decay = 0.5 if bug == "decay" else 0.0
     rate = 2e-2 if bug == "rate" and dist.get_rank() == 1 else 1e-2
@@ -155,11 +163,16 @@ def train(
     for step in range(STEPS):
         tokens, labels = batch_of(step)
         count = (labels != -100).sum()
-        rows = torch.arange(BATCH).chunk(dp)[0 if bug == "same rows" else dp_rank]
+        rows = torch.arange(BATCH).chunk(dp)[
+            0 if bug == "same rows" else dp_rank
+        ]
         for micro, chosen in enumerate(rows.chunk(MICROBATCHES)):
             last = micro == MICROBATCHES - 1
             apart = getattr(model, "no_sync", nullcontext)
-            if isinstance(model, DistributedDataParallel) and bug == "never reduced":
+            if (
+                isinstance(model, DistributedDataParallel)
+                and bug == "never reduced"
+            ):
                 last = False
             with nullcontext() if last else apart():
                 ours = slice(None)
@@ -254,7 +267,9 @@ def fsdp2(bug: str = "") -> None:
 
 
 def hsdp(bug: str = "") -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     shard(model := new_model(), mesh)
     if bug == "not replicated":
         model.set_requires_all_reduce(False)
@@ -264,7 +279,10 @@ def hsdp(bug: str = "") -> None:
 def tp(bug: str = "") -> None:
     model = new_model()
     split(
-        model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        model,
+        init_device_mesh(
+            "cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)
+        ),
     )
     if bug == "wrong shard" and dist.get_rank() == 1:
         with torch.no_grad():
@@ -277,7 +295,9 @@ def tp(bug: str = "") -> None:
 
 
 def tp_sequence(bug: str = "") -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)
+    )
     split(model := new_model(), mesh, sequence=True)
     train(model, bug=bug)
 
@@ -319,10 +339,14 @@ def pipeline(bug: str = "") -> None:
         tokens, labels = batch_of(step)
         count = (labels != -100).sum() * (2 if bug == "scaled" else 1)
 
-        def loss(logits: Tensor, wanted: Tensor, count: Tensor = count) -> Tensor:
+        def loss(
+            logits: Tensor, wanted: Tensor, count: Tensor = count
+        ) -> Tensor:
             return summed_loss(logits, wanted) / count
 
-        schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=loss, scale_grads=False)
+        schedule = ScheduleGPipe(
+            stage, MICROBATCHES, loss_fn=loss, scale_grads=False
+        )
         if rank == 0:
             schedule.step(tokens)
         else:
@@ -341,7 +365,9 @@ def clip_stages(model: nn.Module, bug: str) -> None:
         torch.nn.utils.clip_grad_norm_(parameters, MOST)
         return
     counted = [
-        p for p in parameters if dist.get_rank() == 0 or p is not model.head.weight
+        p
+        for p in parameters
+        if dist.get_rank() == 0 or p is not model.head.weight
     ]
     norm = torch.nn.utils.get_total_norm([each.grad for each in counted])
     square = norm**2
@@ -377,9 +403,13 @@ def split(model: Model, mesh: Any, sequence: bool = False) -> None:
                 )
             plan[f"{name}.up"] = ColwiseParallel(input_layouts=parts)
     if sequence:
-        plan["embed"] = RowwiseParallel(input_layouts=whole, output_layouts=parts)
+        plan["embed"] = RowwiseParallel(
+            input_layouts=whole, output_layouts=parts
+        )
         plan["norm"] = SequenceParallel()
-        plan["head"] = ColwiseParallel(input_layouts=parts, output_layouts=whole)
+        plan["head"] = ColwiseParallel(
+            input_layouts=parts, output_layouts=whole
+        )
     parallelize_module(model, mesh, plan)
 
 

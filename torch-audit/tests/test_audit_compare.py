@@ -9,7 +9,13 @@ from torch import Tensor
 
 from torch_audit.checks import check_step
 from torch_audit.command import compare_folders, main
-from torch_audit.compare import EQUAL, NOT_COMPARABLE, REFUTED, Verdict, compare
+from torch_audit.compare import (
+    EQUAL,
+    NOT_COMPARABLE,
+    REFUTED,
+    Verdict,
+    compare,
+)
 from torch_audit.records import (
     CLIPPED,
     GRADIENT,
@@ -50,20 +56,26 @@ def record(
     """A step of plain SGD: every kind of sketch follows from weights and gradients."""
     result = StepRecord(rank, 0, world, losses=[1.0])
     result.batches = [BatchRecord(list(rows), 12, 0, True)]
-    result.sketches = {kind: {} for kind in (WEIGHT, GRADIENT, CLIPPED, UPDATED)}
+    result.sketches = {
+        kind: {} for kind in (WEIGHT, GRADIENT, CLIPPED, UPDATED)
+    }
     gradients = []
     for index, (name, shape) in enumerate(zip(names, SHAPES, strict=True)):
         factor = (factors or {}).get(name, 1.0)
         moved = 1 + noise * random(100 + seed + index, shape)
         gradients.append(factor * random(10 + index, shape) * moved)
     told = torch.cat([each.flatten() for each in gradients]).norm().item()
-    for index, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+    for index, (name, gradient) in enumerate(
+        zip(names, gradients, strict=True)
+    ):
         place = whole_place(tuple(gradient.shape))
         weight = random(index, place.shape)
         clipped = gradient * min(1.0, MOST / (told + 1e-6))
         values = (weight, gradient, clipped, weight - RATE * clipped)
         for kind, value in zip(result.sketches, values, strict=True):
-            result.sketches[kind][index] = sketch(value, place.indices).tolist()
+            result.sketches[kind][index] = sketch(
+                value, place.indices
+            ).tolist()
         result.parameters.append(
             ParameterRecord(
                 [name], list(place.shape), place.count, place.cover, place.cover,
@@ -89,12 +101,17 @@ def test_the_same_record_is_equal() -> None:
 
 
 def test_the_first_quantity_that_differs_is_told_with_its_factor() -> None:
-    verdict = verdict_on(record(factors={"layers.0.up": 2.0, "layers.1.up": 2.0}))
+    verdict = verdict_on(
+        record(factors={"layers.0.up": 2.0, "layers.1.up": 2.0})
+    )
     assert (verdict.result, verdict.quantity) == (REFUTED, "gradient")
-    assert [each.factor for each in verdict.different] == pytest.approx([2.0, 2.0])
+    assert [each.factor for each in verdict.different] == pytest.approx(
+        [2.0, 2.0]
+    )
     text = verdict_text(verdict, "run", "one")
     assert (
-        "layers.*.up (2): off by 1 of its size; = 2.0000 x reference; ranks 0" in text
+        "layers.*.up (2): off by 1 of its size; = 2.0000 x reference; ranks 0"
+        in text
     )
     assert "equal before it: 3 samples, weights before the step, loss" in text
     assert "Repeat them in the dtype that you train in" in text
@@ -110,7 +127,8 @@ def test_other_names_are_not_comparable() -> None:
     verdict = verdict_on(record(names=("layers.0.up", "layers.1.up", "other")))
     assert (verdict.result, verdict.quantity) == (NOT_COMPARABLE, "names")
     assert (
-        "only the reference has layers.1.bias; only the run has other" in verdict.text
+        "only the reference has layers.1.bias; only the run has other"
+        in verdict.text
     )
 
 
@@ -126,11 +144,16 @@ def test_a_norm_that_is_not_that_of_the_gradients_is_a_fault() -> None:
     wrong = record()
     (clip,) = wrong.clips
     wrong.clips = [replace(clip, told=1.25 * clip.told)]
-    found = {finding.check: finding.text for finding in check_step(0, Step({0: wrong}))}
+    found = {
+        finding.check: finding.text
+        for finding in check_step(0, Step({0: wrong}))
+    }
     assert "told = 1.2500 x true" in found["norm"]
 
 
-def test_rounding_of_float32_is_no_difference_and_a_thousandth_in_float64_is() -> None:
+def test_rounding_of_float32_is_no_difference_and_a_thousandth_in_float64_is() -> (
+    None
+):
     for dtype, noise, result in (
         ("float32", 1e-6, EQUAL),
         ("float32", 0.05, REFUTED),
@@ -146,7 +169,8 @@ def test_rounding_of_float32_is_no_difference_and_a_thousandth_in_float64_is() -
 def test_perturbed_runs_give_tolerances_with_a_floor() -> None:
     one = run_of(record(dtype="float32"))
     perturbed = [
-        run_of(record(dtype="float32", noise=1e-5, seed=seed)) for seed in (10, 20, 30)
+        run_of(record(dtype="float32", noise=1e-5, seed=seed))
+        for seed in (10, 20, 30)
     ]
     # One parameter whose own difference happens to be nothing in all perturbed runs.
     for each in perturbed:
@@ -191,7 +215,12 @@ def test_exit_codes_are_those_of_the_worst_run(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         each.write(tmp_path / name)
     one, twice, other = (tmp_path / name for name in made)
-    for runs, code in (([one], 0), ([one, twice], 1), ([other], 2), ([one, other], 2)):
+    for runs, code in (
+        ([one], 0),
+        ([one, twice], 1),
+        ([other], 2),
+        ([one, other], 2),
+    ):
         assert compare_folders(one, runs, []).code == code
 
 

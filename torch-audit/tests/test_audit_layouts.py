@@ -77,16 +77,22 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def verdict_of(folder: Path, case: str) -> Verdict:
     reference = "one/tied" if case.startswith("pipeline") else "one"
-    return compare(load(folder_of(folder, reference)), load(folder_of(folder, case)))
+    return compare(
+        load(folder_of(folder, reference)), load(folder_of(folder, case))
+    )
 
 
 @pytest.mark.parametrize("case", [*TWO_RANKS, *FOUR_RANKS])
-def test_a_correct_layout_equals_one_process(recorded: Path, case: str) -> None:
+def test_a_correct_layout_equals_one_process(
+    recorded: Path, case: str
+) -> None:
     verdict = verdict_of(recorded, case)
     assert verdict.result == EQUAL, verdict_text(verdict, case, "one")
     assert verdict.steps == 3
     assert 0 < verdict.worst < 1e-14
-    assert not [x for x in check_run(load(folder_of(recorded, case))) if x.fault]
+    assert not [
+        x for x in check_run(load(folder_of(recorded, case))) if x.fault
+    ]
 
 
 def test_gradients_that_replicas_never_get_are_named(recorded: Path) -> None:
@@ -105,9 +111,15 @@ def test_a_seeded_bug_is_named(recorded: Path, case: str) -> None:
     if not name:
         return
     # A tied weight has two names, and either may stand for both.
-    names = {name, "head.weight"} if "untied" in case or "scaled" in case else {name}
+    names = (
+        {name, "head.weight"}
+        if "untied" in case or "scaled" in case
+        else {name}
+    )
     (different,) = [found[each] for each in names & set(found)][:1]
-    assert different.factor == (None if factor is None else pytest.approx(factor))
+    assert different.factor == (
+        None if factor is None else pytest.approx(factor)
+    )
 
 
 @pytest.mark.parametrize("case", BUGS)
@@ -142,7 +154,9 @@ def test_two_layouts_are_compared_with_each_other(recorded: Path) -> None:
     assert compare(fsdp2, wrong).result == REFUTED
 
 
-def test_a_layout_of_untied_weights_is_not_that_of_tied_ones(recorded: Path) -> None:
+def test_a_layout_of_untied_weights_is_not_that_of_tied_ones(
+    recorded: Path,
+) -> None:
     one, pipeline = (load(folder_of(recorded, x)) for x in ("one", "pipeline"))
     assert compare(one, pipeline).result == REFUTED
 

@@ -14,7 +14,14 @@ from torch_audit.command import main
 from torch_audit.compare import compare
 from torch_audit.parameters import plain_name
 from torch_audit.recorder import Recorder
-from torch_audit.records import CLIPPED, GRADIENT, UPDATED, WEIGHT, RecordError, read
+from torch_audit.records import (
+    CLIPPED,
+    GRADIENT,
+    UPDATED,
+    WEIGHT,
+    RecordError,
+    read,
+)
 from torch_audit.runs import Names, load
 from torch_audit.sketch import norm_of
 
@@ -34,7 +41,9 @@ def train(model: nn.Module, steps: int = 2, clip: bool = True) -> list[Tensor]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for step in range(steps):
         tokens = torch.arange(8).view(2, 4) + step
-        loss = cross_entropy(model(tokens % 8).flatten(0, 1), tokens.flatten() % 8)
+        loss = cross_entropy(
+            model(tokens % 8).flatten(0, 1), tokens.flatten() % 8
+        )
         loss.backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -43,7 +52,9 @@ def train(model: nn.Module, steps: int = 2, clip: bool = True) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def recorded(folder: Path, program: Callable[[], object], steps: int = 3) -> None:
+def recorded(
+    folder: Path, program: Callable[[], object], steps: int = 3
+) -> None:
     recorder = Recorder(folder, steps)
     recorder.install()
     try:
@@ -83,14 +94,18 @@ def test_a_tied_weight_has_one_record_with_both_names(tmp_path: Path) -> None:
     }
 
 
-def test_the_norm_told_to_the_clip_is_that_of_the_gradients(tmp_path: Path) -> None:
+def test_the_norm_told_to_the_clip_is_that_of_the_gradients(
+    tmp_path: Path,
+) -> None:
     model = new_model()
     norms: list[float] = []
 
     def program() -> None:
         tokens = torch.arange(8).view(2, 4)
         cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        norms.append(
+            float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        )
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     recorded(tmp_path, program)
@@ -101,7 +116,9 @@ def test_the_norm_told_to_the_clip_is_that_of_the_gradients(tmp_path: Path) -> N
     assert squares**0.5 == pytest.approx(norms[0], rel=1e-6)
 
 
-def test_a_perturbed_run_starts_one_unit_in_the_last_place_away(tmp_path: Path) -> None:
+def test_a_perturbed_run_starts_one_unit_in_the_last_place_away(
+    tmp_path: Path,
+) -> None:
     runs = {}
     for seed in (0, 1, 2):
         folder = tmp_path / str(seed)
@@ -131,10 +148,14 @@ def test_each_step_of_two_optimizers_is_one_record(tmp_path: Path) -> None:
     model = new_model()
 
     def program() -> None:
-        optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
+        optimizers = [
+            torch.optim.SGD([each], lr=0.1) for each in model.parameters()
+        ]
         for _ in range(2):
             tokens = torch.arange(8).view(2, 4)
-            cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            cross_entropy(
+                model(tokens).flatten(0, 1), tokens.flatten()
+            ).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -155,7 +176,9 @@ def test_recomputation_and_evaluation_are_no_samples(tmp_path: Path) -> None:
         tokens = torch.arange(8).view(2, 4)
         with torch.no_grad():
             model(tokens + 0)
-        again = torch.utils.checkpoint.checkpoint(model, tokens, use_reentrant=False)
+        again = torch.utils.checkpoint.checkpoint(
+            model, tokens, use_reentrant=False
+        )
         again.sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
@@ -208,7 +231,9 @@ def test_flat_parameters_are_refused_with_a_way_out(tmp_path: Path) -> None:
         ("module", "module"),
     ],
 )
-def test_components_of_wrappers_are_left_out_of_names(name: str, plain: str) -> None:
+def test_components_of_wrappers_are_left_out_of_names(
+    name: str, plain: str
+) -> None:
     assert plain_name(name) == plain
 
 
@@ -235,7 +260,9 @@ def test_parts_of_a_sequence_add_up_by_their_positions() -> None:
         batch = batch_of((tokens[:, part],), {"position_ids": part[None]})
         assert batch is not None
         totals = [a + b for a, b in zip(totals, batch.rows, strict=True)]
-    assert [(a - b) % 2**64 for a, b in zip(totals, whole.rows, strict=True)] == [0, 0]
+    assert [
+        (a - b) % 2**64 for a, b in zip(totals, whole.rows, strict=True)
+    ] == [0, 0]
 
 
 PROGRAM = """
@@ -264,7 +291,9 @@ def test_a_script_is_recorded_from_the_command_line_and_its_bug_is_named(
     for name, words in (("one", "1 1"), ("wrong", "2 1")):
         program = ["--", sys.executable, str(script), *words.split()]
         out = str(tmp_path / name)
-        assert main(["run", "--out", out, "--steps", "2", "--one", *program]) == 0
+        assert (
+            main(["run", "--out", out, "--steps", "2", "--one", *program]) == 0
+        )
     one, wrong = (str(tmp_path / name) for name in ("one", "wrong"))
     assert main(["compare", one, one, wrong]) == 1
     told = capsys.readouterr().out

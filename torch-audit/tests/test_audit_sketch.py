@@ -23,7 +23,9 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (1, 9), (6, 10), (4, 6, 5), (2, 3, 4, 5)])
+@pytest.mark.parametrize(
+    "shape", [(), (7,), (1, 9), (6, 10), (4, 6, 5), (2, 3, 4, 5)]
+)
 def test_shards_along_any_axis_add_up(shape: tuple[int, ...]) -> None:
     whole = torch.randn(shape, generator=generator(), dtype=torch.float64)
     expected = whole_sketch(whole)
@@ -43,7 +45,11 @@ def test_shards_along_any_axis_add_up(shape: tuple[int, ...]) -> None:
 def test_shards_that_overlap_or_leave_a_gap_do_not_cover() -> None:
     every = torch.arange(8)
     whole = whole_place((8, 8)).cover
-    for parts in ([every[:4], every[3:]], [every[:4], every[5:]], [every[:4]] * 2):
+    for parts in (
+        [every[:4], every[3:]],
+        [every[:4], every[5:]],
+        [every[:4]] * 2,
+    ):
         total = sum(coverage([part, every]) for part in parts)
         assert total % PRIME != whole
 
@@ -56,13 +62,17 @@ def test_one_wrong_element_changes_all_numbers_by_its_size() -> None:
     assert set(numbers[1:].abs().tolist()) == {3.0}
 
 
-@pytest.mark.parametrize("form", ["dense", "row", "rank one", "vector", "experts"])
+@pytest.mark.parametrize(
+    "form", ["dense", "row", "rank one", "vector", "experts"]
+)
 def test_a_norm_is_estimated_to_a_factor_of_five(form: str) -> None:
     random = generator()
     for _ in range(100):
         tensor = {
             "dense": lambda: torch.randn(32, 32, generator=random),
-            "row": lambda: torch.randn(1, 32, generator=random) * torch.eye(32)[:, 3:4],
+            "row": lambda: (
+                torch.randn(1, 32, generator=random) * torch.eye(32)[:, 3:4]
+            ),
             "rank one": lambda: (
                 torch.randn(32, 1, generator=random)
                 @ torch.randn(1, 32, generator=random)
@@ -94,7 +104,9 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def numbered(*shape: int) -> Tensor:
     """A tensor in which each element has a value of its own."""
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(
+        shape
+    )
 
 
 def assert_placed(tensor: Tensor, whole: Tensor) -> None:
@@ -118,18 +130,24 @@ def test_places_are_those_of_distributed_tensors(
     choices = [Replicate(), Shard(0), Shard(1)]
     for first in choices:
         for second in choices:
-            tensor = distribute_tensor(whole, mesh, [first, second], src_data_rank=None)
+            tensor = distribute_tensor(
+                whole, mesh, [first, second], src_data_rank=None
+            )
             assert_placed(tensor, whole)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_places_of_strided_shards_are_those_of_torch(rank: int, axis: int) -> None:
+def test_places_of_strided_shards_are_those_of_torch(
+    rank: int, axis: int
+) -> None:
     """FSDP2 shards a tensor-parallel weight so, and packed weights are split so."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     whole = numbered(8, 8)
     for factor in (2, 4):
         strided = _StridedShard(axis, split_factor=factor)
         for placements in ([strided, Shard(axis)], [strided, Shard(1 - axis)]):
-            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            tensor = distribute_tensor(
+                whole, mesh, placements, src_data_rank=None
+            )
             assert_placed(tensor, whole)
             assert local_of(tensor).numel() == 16

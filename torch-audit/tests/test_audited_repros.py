@@ -49,14 +49,23 @@ def test_each_repro_has_at_most_25_lines_of_code() -> None:
 @pytest.mark.skipif(
     not version("torch").startswith("2.13"), reason="the table is of 2.13"
 )
-def test_fsdp2_divides_twice_on_a_shard_mesh_of_one_rank(tmp_path: Path) -> None:
+def test_fsdp2_divides_twice_on_a_shard_mesh_of_one_rank(
+    tmp_path: Path,
+) -> None:
     found = re.findall(
-        r"torch\.(\w+) (.*) ([\d.]+)$", printed("divide_factor.py", tmp_path), re.M
+        r"torch\.(\w+) (.*) ([\d.]+)$",
+        printed("divide_factor.py", tmp_path),
+        re.M,
     )
-    wrong = {(dtype, forced) for dtype, forced, value in found if float(value) != 0.5}
+    wrong = {
+        (dtype, forced)
+        for dtype, forced, value in found
+        if float(value) != 0.5
+    }
     assert len(found) == 8
     forced = {
-        (dtype, "forced sum") for dtype in ("float64", "float32", "bfloat16", "float16")
+        (dtype, "forced sum")
+        for dtype in ("float64", "float32", "bfloat16", "float16")
     }
     assert wrong == {*forced, ("float64", ""), ("float16", "")}
 
@@ -68,7 +77,9 @@ def test_norms_of_queries_grow_with_microbatches_under_tensor_parallelism(
     tmp_path: Path,
 ) -> None:
     text = printed("tp_norms.py", tmp_path, "float32", ranks=2)
-    ratios = [float(ratio) for ratio in re.findall(r"microbatches: ([\d.]+)", text)]
+    ratios = [
+        float(ratio) for ratio in re.findall(r"microbatches: ([\d.]+)", text)
+    ]
     assert ratios[0] == pytest.approx(1, abs=2e-3)
     assert ratios[1] > 1.1
     assert ratios[2] > 1.5

@@ -29,13 +29,16 @@ def test_the_page_counts_its_rows() -> None:
     counted = list(results(text).values())
     equal, refuted = counted.count("equal"), counted.count("refuted")
     assert equal + refuted == len(counted)
-    summary = f"Of {len(counted)} cells {equal} are equal and {refuted} are refuted"
+    summary = (
+        f"Of {len(counted)} cells {equal} are equal and {refuted} are refuted"
+    )
     assert summary in " ".join(text.split())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not version("torch").startswith("2.13") or version("transformers") != "5.23.0",
+    not version("torch").startswith("2.13")
+    or version("transformers") != "5.23.0",
     reason="the table is of these versions",
 )
 def test_the_command_prints_the_results_of_the_page() -> None:

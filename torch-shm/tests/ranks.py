@@ -13,7 +13,9 @@ LIMIT = 120.0  # seconds until a rank that has not ended is killed
 
 def init(backend, path, rank, size, **more):
     store = dist.FileStore(path, size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **more)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, **more
+    )
 
 
 def apart(fn, size, *args):
@@ -28,7 +30,9 @@ def apart(fn, size, *args):
             pipes.append(ours)
             path = os.path.join(place, "store")
             ranks.append(
-                context.Process(target=_run, args=(fn, rank, size, path, theirs, args))
+                context.Process(
+                    target=_run, args=(fn, rank, size, path, theirs, args)
+                )
             )
             ranks[-1].start()
             theirs.close()

@@ -22,12 +22,17 @@ F64 = torch.float64
 def model():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(6, 10, dtype=F64), nn.Tanh(), nn.Linear(10, 6, dtype=F64), nn.Tanh()
+        nn.Linear(6, 10, dtype=F64),
+        nn.Tanh(),
+        nn.Linear(10, 6, dtype=F64),
+        nn.Tanh(),
     )
 
 
 def batch(rank):
-    return torch.randn(4, 6, dtype=F64, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(
+        4, 6, dtype=F64, generator=torch.Generator().manual_seed(rank)
+    )
 
 
 def train(net, x, steps=3):
@@ -72,7 +77,9 @@ def as_dtensors(rank, size):
 
     net = copy.deepcopy(model())
     mesh = init_device_mesh("cpu", (size,))
-    parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(
+        net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
     train(net, torch.cat([batch(i) for i in range(size)]))
     return [p.full_tensor().detach() for p in net.parameters()]
 
@@ -105,7 +112,9 @@ def every_call(rank, size):
     dist.all_gather(parts, mine)
     got["all_gather"] = torch.stack(parts)
     got["scattered"] = torch.zeros(4)
-    dist.reduce_scatter(got["scattered"], [mine * (i + 1) for i in range(size)])
+    dist.reduce_scatter(
+        got["scattered"], [mine * (i + 1) for i in range(size)]
+    )
     outs = [torch.zeros(4) for _ in range(size)]
     dist.all_to_all(outs, [mine * 10 + i for i in range(size)])
     got["all_to_all"] = torch.stack(outs)
@@ -113,7 +122,9 @@ def every_call(rank, size):
     got["gather"] = torch.stack(parts)
     got["scatter"] = torch.zeros(4)
     dist.scatter(
-        got["scatter"], [mine * i for i in range(size)] if rank == 1 else None, 1
+        got["scatter"],
+        [mine * i for i in range(size)] if rank == 1 else None,
+        1,
     )
     if rank != 1:
         got["pair"] = mine.clone()
@@ -130,7 +141,9 @@ def every_call(rank, size):
     said = [None] * size
     dist.all_gather_object(said, f"rank {rank}")
     dist.barrier()
-    return {key: x[..., 0].tolist() for key, x in got.items()} | {"objects": said}
+    return {key: x[..., 0].tolist() for key, x in got.items()} | {
+        "objects": said
+    }
 
 
 def test_the_functions_of_torch_distributed_do_what_they_say():
@@ -150,7 +163,9 @@ def test_the_functions_of_torch_distributed_do_what_they_say():
             "objects": ["rank 0", "rank 1", "rank 2"],
         }
         assert got == {
-            key: value for key, value in wanted.items() if key != "pair" or rank != 1
+            key: value
+            for key, value in wanted.items()
+            if key != "pair" or rank != 1
         }
 
 
@@ -356,7 +371,10 @@ def below_autograd(rank, size):
     counts = []
     for group in (None, gloo):
         x, leaf = torch.ones(4), torch.ones(4, requires_grad=True)
-        out, parts = torch.zeros(4 * size), [torch.zeros(4) for _ in range(size)]
+        out, parts = (
+            torch.zeros(4 * size),
+            [torch.zeros(4) for _ in range(size)],
+        )
         strided = torch.ones(4, 2)[:, 0]
         dist.all_reduce(x, group=group)
         dist.all_reduce(leaf, group=group)
@@ -418,12 +436,15 @@ def watched(rank, size):
         "c10d::broadcast_",
         "c10d::barrier",
     } <= names
-    return seen, {str(op): count for op, count in mode.get_comm_counts().items()}
+    return seen, {
+        str(op): count for op, count in mode.get_comm_counts().items()
+    }
 
 
 def test_the_profiler_and_dispatch_modes_see_the_calls_under_torch_s_names():
     assert (
-        over_shm(watched) == [(True, {"c10d.allreduce_": 1, "c10d.allgather_": 1})] * 2
+        over_shm(watched)
+        == [(True, {"c10d.allreduce_": 1, "c10d.allgather_": 1})] * 2
     )
 
 
@@ -488,7 +509,8 @@ def test_what_it_cannot_do_is_refused_with_the_call_s_name_and_a_way_out():
         assert "sparse tensors can only be summed" in texts["sparse"]
         assert "no monitored_barrier; use barrier" in texts["monitored"]
         assert (
-            "all_gather on group 0: out has 3 elements, 4 are needed" in texts["sizes"]
+            "all_gather on group 0: out has 3 elements, 4 are needed"
+            in texts["sizes"]
         )
         assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in texts["detail"]
         assert x == 2.0
@@ -510,7 +532,9 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_torch_s_own_tests_of_a_backend_pass_as_they_do_on_gloo(size, tmp_path):
+def test_torch_s_own_tests_of_a_backend_pass_as_they_do_on_gloo(
+    size, tmp_path
+):
     results = {}
     for backend in ("gloo", "shm"):
         out = tmp_path / f"{backend}.json"
@@ -519,9 +543,15 @@ def test_torch_s_own_tests_of_a_backend_pass_as_they_do_on_gloo(size, tmp_path):
             [sys.executable, script, backend, str(size), str(out)], check=True
         )
         results[backend] = json.loads(out.read_text())
-    passed = {name for name, result in results["gloo"].items() if result == "ok"}
+    passed = {
+        name for name, result in results["gloo"].items() if result == "ok"
+    }
     assert len(passed) > 80
     failed = {
-        name: results["shm"][name] for name in passed if results["shm"][name] != "ok"
+        name: results["shm"][name]
+        for name in passed
+        if results["shm"][name] != "ok"
     }
-    assert {name: text for name, text in failed.items() if name not in REFUSED} == {}
+    assert {
+        name: text for name, text in failed.items() if name not in REFUSED
+    } == {}

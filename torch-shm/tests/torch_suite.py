@@ -31,11 +31,14 @@ def main(backend, size, out):
     from torch.testing._internal.distributed import distributed_test
 
     class Suite(
-        distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase
+        distributed_test.TestDistBackend,
+        distributed_test.DistributedTest._DistTestBase,
     ):
         def setUp(self):
             super().setUp()
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+            self._start_processes(
+                torch.multiprocessing.get_context("fork").Process
+            )
 
     results = {}
     for name in unittest.TestLoader().getTestCaseNames(Suite):
@@ -43,7 +46,9 @@ def main(backend, size, out):
         Suite(name).run(result)
         bad = result.failures + result.errors
         results[name] = (
-            bad[0][1] if bad else f"skipped {result.skipped}" * bool(result.skipped)
+            bad[0][1]
+            if bad
+            else f"skipped {result.skipped}" * bool(result.skipped)
         )
         results[name] = results[name] or "ok"
         print(name, results[name].splitlines()[-1][:80], flush=True)
@@ -62,8 +67,10 @@ def _put_shm_in_the_place_of_gloo(dist):
     dist.init_process_group = lambda backend=None, *args, **more: init(
         named(backend), *args, **more
     )
-    dist.new_group = lambda ranks=None, timeout=None, backend=None, *args, **more: new(
-        ranks, timeout, named(backend), *args, **more
+    dist.new_group = (
+        lambda ranks=None, timeout=None, backend=None, *args, **more: new(
+            ranks, timeout, named(backend), *args, **more
+        )
     )
 
 

@@ -3,7 +3,12 @@
 import sys
 
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 rows = [{"input_ids": list(range(1, 9)), "labels": list(range(1, 9))}] * 64
 sizes = {
@@ -12,12 +17,19 @@ sizes = {
     "intermediate_size": 48,
     "num_hidden_layers": 2,
 }
-heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+heads = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
 
 
 def gradient_norm(coefficient: float, microbatches: int) -> float:
     torch.manual_seed(0)
-    options = {"output_router_logits": True, "router_aux_loss_coef": coefficient}
+    options = {
+        "output_router_logits": True,
+        "router_aux_loss_coef": coefficient,
+    }
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **options))
     args = TrainingArguments(
         sys.argv[1], per_device_train_batch_size=2, max_steps=1, use_cpu=True, report_to="none",
@@ -29,5 +41,7 @@ def gradient_norm(coefficient: float, microbatches: int) -> float:
 
 
 for coefficient in (0.0, 0.1):
-    norms = [gradient_norm(coefficient, microbatches) for microbatches in (1, 2, 4)]
+    norms = [
+        gradient_norm(coefficient, microbatches) for microbatches in (1, 2, 4)
+    ]
     print(f"coefficient {coefficient}: {norms}")

@@ -16,5 +16,7 @@ for dtype, forced in itertools.product(dtypes, (False, True)):
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
     layer.set_gradient_divide_factor(2.0)
     layer.set_force_sum_reduction_for_comms(forced)
-    layer(torch.ones(1, 1, dtype=dtype)).sum().backward()  # d(w x)/dw = x = 1, so 1/2
+    layer(
+        torch.ones(1, 1, dtype=dtype)
+    ).sum().backward()  # d(w x)/dw = x = 1, so 1/2
     print(dtype, "forced sum" if forced else "", layer.weight.grad.item())

@@ -108,10 +108,16 @@ class Experiment:
 def experiment(name: str) -> Experiment:
     """Return the experiment of this name, read without being imported."""
     if name not in NAMES:
-        word = name.lower().replace("_", "-").rstrip("0123456789").rstrip("-_ ")
+        word = (
+            name.lower().replace("_", "-").rstrip("0123456789").rstrip("-_ ")
+        )
         rows = _DATA["chapters"].items()
-        also = {x: ours for ours, row in rows for x in row.get("also", "").split()}
-        close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
+        also = {
+            x: ours for ours, row in rows for x in row.get("also", "").split()
+        }
+        close = difflib.get_close_matches(
+            name[:60].lower(), NAMES, n=1, cutoff=0.4
+        )
         nearest = next(iter(close), "")
         near = also.get(name.lower()) or also.get(word) or nearest
         hint = f" Did you mean {near!r}?" if near else ""
@@ -125,7 +131,9 @@ def experiment(name: str) -> Experiment:
     while to_do:
         if (part := to_do.pop()) not in used and part in parts:
             used.add(part)
-            to_do += [x.id for x in ast.walk(parts[part]) if isinstance(x, ast.Name)]
+            to_do += [
+                x.id for x in ast.walk(parts[part]) if isinstance(x, ast.Name)
+            ]
     node = parts[function]
     assert isinstance(node, ast.FunctionDef)
     title, _, story = (ast.get_docstring(node) or "").partition("\n\n")
@@ -138,7 +146,9 @@ def experiment(name: str) -> Experiment:
     module = f"{__package__}.experiments.{chapter.file}"
     starts = [statement.lineno for statement in node.body]
     title = " ".join(title.split())
-    return Experiment(name, module, function, title, story, cells, starts, chapter)
+    return Experiment(
+        name, module, function, title, story, cells, starts, chapter
+    )
 
 
 @cache
@@ -156,7 +166,10 @@ def _defined(node: ast.stmt) -> list[str]:
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else []
     return [
-        x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)
+        x.id
+        for target in targets
+        for x in ast.walk(target)
+        if isinstance(x, ast.Name)
     ]
 
 
@@ -169,7 +182,9 @@ def _top_cell(node: ast.stmt, lines: list[str]) -> Cell:
         if prose:
             first = node.body[0]
             del code[
-                first.lineno - node.lineno : (first.end_lineno or 0) - node.lineno + 1
+                first.lineno - node.lineno : (first.end_lineno or 0)
+                - node.lineno
+                + 1
             ]
     else:
         above = itertools.takewhile(
@@ -193,7 +208,9 @@ def _cells(node: ast.FunctionDef, lines: list[str]) -> Iterator[Cell]:
             yield cell
             cell = Cell("", [], number)
         if line.startswith("    # ") and not "".join(cell.lines).strip():
-            cell = Cell(f"{cell.prose} {line.strip()[2:]}".strip(), [], number + 1)
+            cell = Cell(
+                f"{cell.prose} {line.strip()[2:]}".strip(), [], number + 1
+            )
         else:
             cell.lines.append(line)
     yield cell
@@ -201,4 +218,6 @@ def _cells(node: ast.FunctionDef, lines: list[str]) -> Iterator[Cell]:
 
 def listing() -> str:
     """List all experiments, one line each."""
-    return text_table((), [(name, experiment(name).title) for name in NAMES], left="ll")
+    return text_table(
+        (), [(name, experiment(name).title) for name in NAMES], left="ll"
+    )

@@ -47,7 +47,9 @@ def run(argv: list[str]) -> int:
     if not args.names:
         if args.html:
             raise UsageError("--html needs an experiment's name, or all.")
-        return result(args, {name: experiment(name).title for name in NAMES}, listing())
+        return result(
+            args, {name: experiment(name).title for name in NAMES}, listing()
+        )
     names = list(NAMES) if args.names == ["all"] else args.names
     for name in names:
         experiment(name)

@@ -48,14 +48,18 @@ class Lab:
     """One rank of an experiment. `group` contains all ranks, any two of which may
     exchange messages."""
 
-    def __init__(self, world: World, size: Size, code: CodeType | None = None) -> None:
+    def __init__(
+        self, world: World, size: Size, code: CodeType | None = None
+    ) -> None:
         self.rank, self.n, self.size = world.rank, world.size, size
         self._code = code  # of the experiment's function
         self.record = RankRecord(world.rank)
         self.memory = LiveOverTime()
         self.received = 0.0  # bytes so far
         self._world = world
-        pairs = [(i, j) for i in range(self.n) for j in range(self.n) if i != j]
+        pairs = [
+            (i, j) for i in range(self.n) for j in range(self.n) if i != j
+        ]
         self.group = self.split("everyone", [range(self.n)], pairs)
         self._claims = world.split("claims", [range(self.n)])  # not recorded
 
@@ -85,7 +89,9 @@ class Lab:
         **hooks: Any,
     ) -> tuple[Tensor, list[Tensor]]:
         """Call `gradients_of`, with its layers on the timeline."""
-        return gradients_of(weights, x, self.size.layers, doing=self.doing, **hooks)
+        return gradients_of(
+            weights, x, self.size.layers, doing=self.doing, **hooks
+        )
 
     def own_gradient(self) -> Tensor:
         """Return the first layer's gradient from this rank's rows of the first step."""
@@ -130,10 +136,16 @@ class Lab:
             losses.append(torch.nan if loss is None else loss.item())
             first = first or gradients
         alone = one_process(self.size, adam)
-        mean = self.everyone(torch.tensor(losses, dtype=torch.float64)).nanmean(0)
-        self.claim(f"the losses{how} are those of one process", mean, alone.losses)
+        mean = self.everyone(
+            torch.tensor(losses, dtype=torch.float64)
+        ).nanmean(0)
         self.claim(
-            f"gradients{how} are those of one process", first, part(alone.gradients)
+            f"the losses{how} are those of one process", mean, alone.losses
+        )
+        self.claim(
+            f"gradients{how} are those of one process",
+            first,
+            part(alone.gradients),
         )
         want = (of_weights or part)(alone.weights)
         self.claim(f"weights{how} are those of one process", weights, want)
@@ -164,7 +176,8 @@ class Lab:
         """Record this rank's current values by name."""
         with _disable_current_modes():
             self.now.values += [
-                (when, value_of(k.replace("_", " "), x)) for k, x in values.items()
+                (when, value_of(k.replace("_", " "), x))
+                for k, x in values.items()
             ]
 
     @contextmanager
@@ -172,14 +185,19 @@ class Lab:
         """Record the enclosed computation in the timeline."""
         start = time.perf_counter()
         yield
-        self.now.spans.append(Interval("compute", name, start, time.perf_counter()))
+        self.now.spans.append(
+            Interval("compute", name, start, time.perf_counter())
+        )
 
     def note(self, sentence: str) -> None:
         """Record a result in words. One rank may do so for all: `if lab.rank == 0`."""
         self.now.notes.append(sentence)
 
     def table(
-        self, title: str, header: Sequence[str], rows: Iterable[Sequence[object]]
+        self,
+        title: str,
+        header: Sequence[str],
+        rows: Iterable[Sequence[object]],
     ) -> None:
         """Record a table, on rank 0 for all."""
         if self.rank == 0:
@@ -203,7 +221,9 @@ class Lab:
 
     def sent(self, group: str | None = None) -> float:
         """Return the bytes that this rank has sent so far, in one group or in all."""
-        calls = [call for step in self.record.steps for call in step.sent.items()]
+        calls = [
+            call for step in self.record.steps for call in step.sent.items()
+        ]
         return sum(
             sum(to.values())
             for call, to in calls
@@ -213,12 +233,18 @@ class Lab:
     def called(self, group: Group, call: Call, start: float) -> None:
         """Record a completed call."""
         name = f"{call.kind} on {group.name}"
-        self.now.spans.append(Interval("messages", name, start, time.perf_counter()))
+        self.now.spans.append(
+            Interval("messages", name, start, time.perf_counter())
+        )
         for source in range(group.size):
-            for to, size in sends(call, group.rank, source, group.size).items():
+            for to, size in sends(
+                call, group.rank, source, group.size
+            ).items():
                 if source == group.rank:
                     sums = self.now.sent.setdefault(name, {})
-                    sums[group.ranks[to]] = sums.get(group.ranks[to], 0.0) + size
+                    sums[group.ranks[to]] = (
+                        sums.get(group.ranks[to], 0.0) + size
+                    )
                 elif to == group.rank:
                     self.received += size
 
@@ -229,7 +255,9 @@ class Lab:
         if (run := -(-len(samples) // 300)) > 2:
             parts = [samples[i : i + run] for i in range(0, len(samples), run)]
             samples = [
-                s for part in parts for s in (max(part, key=lambda x: x[1]), part[-1])
+                s
+                for part in parts
+                for s in (max(part, key=lambda x: x[1]), part[-1])
             ]
         self.record.memory = list(samples)
         return self.record
@@ -241,10 +269,20 @@ def sends(call: Call, rank: int, source: int, size: int) -> dict[int, float]:
     x = float(call.x.nbytes)
     others = [i for i in range(size) if i != source]
     # All-reduce is a reduce-scatter of equal parts, then an all-gather of them.
-    parts = {"all_gather": x, "reduce_scatter": x / size, "all_reduce": 2 * x / size}
+    parts = {
+        "all_gather": x,
+        "reduce_scatter": x / size,
+        "all_reduce": 2 * x / size,
+    }
     if call.kind == "all_to_all":  # its parts may be uneven
-        splits = call.in_splits if source == rank else (call.out_splits[source],) * size
-        row = call.x[:1].nbytes or call.x.new_empty(1, *call.x.shape[1:]).nbytes
+        splits = (
+            call.in_splits
+            if source == rank
+            else (call.out_splits[source],) * size
+        )
+        row = (
+            call.x[:1].nbytes or call.x.new_empty(1, *call.x.shape[1:]).nbytes
+        )
         return {to: splits[to] * float(row) for to in others}
     if call.kind in parts:
         return dict.fromkeys(others, parts[call.kind])
@@ -287,7 +325,9 @@ class _RecordedGroup(Group):
         start = time.perf_counter()
         with _disable_current_modes():
             inner = self._inner._begin(call)
-        work = _RecordedWork(inner, lambda: self._lab.called(self, call, start))
+        work = _RecordedWork(
+            inner, lambda: self._lab.called(self, call, start)
+        )
         if call.kind == "send":
             work.wait()
         return work

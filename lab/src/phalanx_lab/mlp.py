@@ -131,7 +131,9 @@ class Adam:
         self.v = [torch.zeros_like(w) for w in weights]
 
     @torch.no_grad()
-    def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def update(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
         """Update the weights by one step, in place."""
         self.count += 1
         for w, g, m, v in zip(weights, gradients, self.m, self.v, strict=True):

@@ -57,7 +57,9 @@ class LabStep:
     spans: list[Interval] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     # (title, header, rows)
-    tables: list[tuple[str, list[str], list[list[str]]]] = field(default_factory=list)
+    tables: list[tuple[str, list[str], list[list[str]]]] = field(
+        default_factory=list
+    )
 
 
 @dataclass
@@ -73,18 +75,30 @@ class RankRecord:
 def value_of(name: str, x: Any) -> Value:
     """Return the display form of a tensor, a list of tensors, or a plain value."""
     xs = [x] if isinstance(x, Tensor) else x
-    if isinstance(xs, Sequence) and xs and all(isinstance(each, Tensor) for each in xs):
+    if (
+        isinstance(xs, Sequence)
+        and xs
+        and all(isinstance(each, Tensor) for each in xs)
+    ):
         shapes = dict.fromkeys(
             f"{[*t.shape]} {str(t.dtype).removeprefix('torch.')}" for t in xs
         )
         shape = (f"{len(xs)} x " if len(xs) > 1 else "") + ", ".join(shapes)
         return Value(
-            name, shape, _first(xs[0]), _hash(xs), sum(each.nbytes for each in xs)
+            name,
+            shape,
+            _first(xs[0]),
+            _hash(xs),
+            sum(each.nbytes for each in xs),
         )
     if isinstance(x, Sequence) and not x:
         return Value(name, "nothing", "", "", 0)
     return Value(
-        name, type(x).__name__, f"{x:.6g}" if isinstance(x, float) else str(x), "", 0
+        name,
+        type(x).__name__,
+        f"{x:.6g}" if isinstance(x, float) else str(x),
+        "",
+        0,
     )
 
 
@@ -101,7 +115,11 @@ def _hash(tensors: Sequence[Tensor]) -> str:
     for each in tensors:
         # A clone, since a tensor of one element may have any stride and still count as
         # contiguous.
-        plain = each.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+        plain = (
+            each.detach()
+            .reshape(-1)
+            .clone(memory_format=torch.contiguous_format)
+        )
         digest.update(plain.to("cpu").view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -114,11 +132,15 @@ def compared(says: str, got: Any, want: Any, within: float = 1e-10) -> Claim:
     """
     if isinstance(want, bool | str):
         return Claim(
-            says, got == want, f"{got!r}" if got == want else f"{got!r}, not {want!r}"
+            says,
+            got == want,
+            f"{got!r}" if got == want else f"{got!r}, not {want!r}",
         )
     ours, theirs = _flat(got), _flat(want)
     if ours.shape != theirs.shape:
-        return Claim(says, False, f"{ours.numel()} numbers, not {theirs.numel()}")
+        return Claim(
+            says, False, f"{ours.numel()} numbers, not {theirs.numel()}"
+        )
     if not ours.numel():
         return Claim(says, True, "nothing on either side")
     least = torch.finfo(torch.float64).tiny
@@ -126,8 +148,12 @@ def compared(says: str, got: Any, want: Any, within: float = 1e-10) -> Claim:
     apart = (ours - theirs).abs().max().item()
     fits = apart <= within * largest  # false for NaN
     if ours.numel() == 1:
-        return Claim(says, fits, f"{ours.item():,.10g}; wanted {theirs.item():,.10g}")
-    return Claim(says, fits, f"{ours.numel():,} numbers, at most {apart:.1e} apart")
+        return Claim(
+            says, fits, f"{ours.item():,.10g}; wanted {theirs.item():,.10g}"
+        )
+    return Claim(
+        says, fits, f"{ours.numel():,} numbers, at most {apart:.1e} apart"
+    )
 
 
 def _flat(x: Any) -> Tensor:

@@ -46,7 +46,11 @@ def as_json(trial: LabTrial) -> dict[str, object]:
 def conditions(trial: LabTrial) -> str:
     """Describe the conditions of a run in one line."""
     size = trial.size
-    ranks = "1 rank" if trial.ranks == 1 else f"{trial.ranks} ranks on {trial.backend}"
+    ranks = (
+        "1 rank"
+        if trial.ranks == 1
+        else f"{trial.ranks} ranks on {trial.backend}"
+    )
     return f"{ranks}; batch {size.batch}, width {size.width}, {size.layers} layers, {size.steps} steps"
 
 
@@ -71,7 +75,9 @@ def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
     ]
     for cell, recorded in trial.blocks():
         parts += map(_prose, _split(cell.prose))
-        parts.append(indent(_trimmed(cell.lines), "    | ", lambda line: True) + "\n")
+        parts.append(
+            indent(_trimmed(cell.lines), "    | ", lambda line: True) + "\n"
+        )
         left = 0
         for title, steps, again in _marked(recorded):
             alike = again and not verbose
@@ -83,7 +89,9 @@ def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
         if left:
             more = "1 more step is" if left == 1 else f"{left} more steps are"
             parts.append(f"{more} alike, with other numbers; -v shows them.\n")
-    return "\n".join([*filter(None, parts), claims_text(trial, verbose=verbose)])
+    return "\n".join(
+        [*filter(None, parts), claims_text(trial, verbose=verbose)]
+    )
 
 
 def _split(prose: str) -> list[str]:
@@ -116,7 +124,9 @@ def claims_text(trial: LabTrial, *, verbose: bool = False) -> str:
     lines = [verdict(trial)]
     for claim in trial.claims if verbose else trial.failed:
         detail = f" ({claim.detail})" if claim.detail else ""
-        lines.append(f"  {'ok  ' if claim.holds else 'FAIL'} {claim.says}{detail}")
+        lines.append(
+            f"  {'ok  ' if claim.holds else 'FAIL'} {claim.says}{detail}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -132,7 +142,9 @@ def _step_text(title: str, steps: Steps) -> Iterator[str]:
         for rank, step in steps
         for call, to in step.sent.items()
     ]
-    rows = [("" if number else "sent", *row) for number, row in enumerate(sent)]
+    rows = [
+        ("" if number else "sent", *row) for number, row in enumerate(sent)
+    ]
     yield text_table((), rows, left="llll", indent=2) if rows else ""
 
 
@@ -149,12 +161,19 @@ def _results(steps: Steps) -> Iterator[str]:
 def value_rows(steps: Steps) -> list[tuple[str, ...]]:
     """Return rows of (when, rank, name, shape, first values, hash), leaving out
     repeated cells."""
-    values = [(when, f"rank {r}", v) for r, step in steps for when, v in step.values]
+    values = [
+        (when, f"rank {r}", v) for r, step in steps for when, v in step.values
+    ]
     order = list(dict.fromkeys(when for when, _, _ in values))
     rows: list[tuple[str, ...]] = []
     last = ("", "")
-    for when, rank, value in sorted(values, key=lambda row: order.index(row[0])):
-        here = ("" if when == last[0] else when, "" if (when, rank) == last else rank)
+    for when, rank, value in sorted(
+        values, key=lambda row: order.index(row[0])
+    ):
+        here = (
+            "" if when == last[0] else when,
+            "" if (when, rank) == last else rank,
+        )
         last = (when, rank)
         digest = f"#{value.hash}" if value.hash else ""
         rows.append((*here, value.name, value.shape, value.first, digest))
@@ -186,10 +205,16 @@ def lab_page(trials: Sequence[LabTrial]) -> str:
         [*(f"{conditions(trial)}." for trial in trials[:1]), *INTRODUCTION]
     )
     # The pass through all layers that most chapters modify, and the training around it.
-    sources = [_code(getsource(each).split("\n")) for each in (gradients_of, Lab.train)]
-    model = _folded("the model that most chapters train, and its training", *sources)
+    sources = [
+        _code(getsource(each).split("\n"))
+        for each in (gradients_of, Lab.train)
+    ]
+    model = _folded(
+        "the model that most chapters train, and its training", *sources
+    )
     sections = [
-        _section(trial, _ways(names, trial.experiment.name), shown) for trial in trials
+        _section(trial, _ways(names, trial.experiment.name), shown)
+        for trial in trials
     ]
     if strategies:
         sections.append(_summary(strategies, _ways(names, "strategies")))
@@ -214,7 +239,9 @@ def _ways(names: Sequence[str], name: str) -> Html:
     return tag("p", _chapter("contents"), *links)
 
 
-def _section(trial: LabTrial, ways: Html, shown: dict[tuple[str, str], str]) -> Html:
+def _section(
+    trial: LabTrial, ways: Html, shown: dict[tuple[str, str], str]
+) -> Html:
     """Render a chapter. `shown` records in which chapter each function was shown
     first."""
     file = trial.experiment
@@ -238,21 +265,37 @@ def _section(trial: LabTrial, ways: Html, shown: dict[tuple[str, str], str]) -> 
         parts.append(_code(cell.lines))
         for title, steps, again in _marked(recorded):
             body = list(
-                _step_html(trial, title, steps, first=title == trial.steps()[0][0])
+                _step_html(
+                    trial, title, steps, first=title == trial.steps()[0][0]
+                )
             )
-            parts += [_folded(title, *body)] if again else [tag("h3", title), *body]
+            parts += (
+                [_folded(title, *body)] if again else [tag("h3", title), *body]
+            )
             for _, step in steps:
                 parts.append(paragraphs(step.notes))
                 for name, header, cells in step.tables:
                     shown_table = table(header, cells, left=True)
-                    parts.append(tag("div", tag("h3", name), shown_table, cls="scroll"))
-    parts += [tag("p", f"FAIL {c.says} {c.detail}", cls="bad") for c in trial.failed]
-    rows = [("ok" if c.holds else "FAIL", c.says, c.detail) for c in trial.claims]
+                    parts.append(
+                        tag("div", tag("h3", name), shown_table, cls="scroll")
+                    )
+    parts += [
+        tag("p", f"FAIL {c.says} {c.detail}", cls="bad") for c in trial.failed
+    ]
+    rows = [
+        ("ok" if c.holds else "FAIL", c.says, c.detail) for c in trial.claims
+    ]
     claims = table(("", "claim", "numbers"), rows, left=True)
     parts.append(_folded(verdict(trial), tag("div", claims, cls="fold")))
-    papers = [tag("a", paper, href=PAPERS[paper]) for paper in file.chapter.papers]
-    engine = [tag("code", f"src/phalanx/{path}") for path in file.chapter.engine]
-    reading = [("Papers: ", papers)] * bool(papers) + [("In phalanx itself: ", engine)]
+    papers = [
+        tag("a", paper, href=PAPERS[paper]) for paper in file.chapter.papers
+    ]
+    engine = [
+        tag("code", f"src/phalanx/{path}") for path in file.chapter.engine
+    ]
+    reading = [("Papers: ", papers)] * bool(papers) + [
+        ("In phalanx itself: ", engine)
+    ]
     for words, sources in reading:
         parts.append(tag("p", words, Html(", ".join(sources)), "."))
     return tag("section", *parts, id=file.name)
@@ -279,7 +322,11 @@ def _paragraph(text: str) -> Html:
     if text.startswith("    "):
         return tag("pre", text)
     return tag(
-        "p", *(tag("code", x) if i % 2 else x for i, x in enumerate(text.split("`")))
+        "p",
+        *(
+            tag("code", x) if i % 2 else x
+            for i, x in enumerate(text.split("`"))
+        ),
     )
 
 
@@ -302,7 +349,9 @@ def _summary(trials: Sequence[LabTrial], ways: Html) -> Html:
         ]
         measured = bytes_text(max(sent)) if any(sent) else ""
         name = _chapter(trial.experiment.name)
-        rows.append((name, chapter.memory, chapter.sends, measured, chapter.when))
+        rows.append(
+            (name, chapter.memory, chapter.sends, measured, chapter.when)
+        )
     head = (
         "strategy",
         "memory of a rank",
@@ -331,14 +380,19 @@ def _step_html(
 ) -> Iterator[Html]:
     if rows := value_rows(steps):
         head = ("when", "rank", "value", "shape", "first numbers", "hash")
-        yield table(head, [(*row, _hash(digest)) for *row, digest in rows], left=True)
+        yield table(
+            head, [(*row, _hash(digest)) for *row, digest in rows], left=True
+        )
     if any(step.spans for _, step in steps):
         pictures = [tag("div", _timeline(trial, title, steps), cls="scroll")]
         if any(step.sent for _, step in steps):
             pictures.append(_traffic(trial.ranks, steps))
         name = "timeline, and bytes from rank to rank"
         yield tag(
-            "details", tag("summary", name), *pictures, open="open" if first else ""
+            "details",
+            tag("summary", name),
+            *pictures,
+            open="open" if first else "",
         )
 
 
@@ -346,7 +400,8 @@ def _hash(digest: str) -> Html:
     """Render a hash with a square in its colour."""
     colour = f"background:hsl({int(digest[1:5] or '0', 16) % 360} 65% 55%)"
     return Html(
-        digest and tag("span", cls="chip", style=colour) + tag("code", digest[1:])
+        digest
+        and tag("span", cls="chip", style=colour) + tag("code", digest[1:])
     )
 
 
@@ -354,7 +409,10 @@ def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
     """Draw the timeline of each rank: a row for compute, a row for messages, the bytes
     of its tensors."""
     spans = [span for _, step in steps for span in step.spans]
-    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    start, end = (
+        min(span.start for span in spans),
+        max(span.end for span in spans),
+    )
     levels = {}
     for record in trial.records:
         earlier = [size for time, size in record.memory if time < start]
@@ -369,9 +427,14 @@ def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
         list[Row](),
     )
     for rank, step in steps:
-        for lane, name in (("compute", f"rank {rank}"), ("messages", "  messages")):
+        for lane, name in (
+            ("compute", f"rank {rank}"),
+            ("messages", "  messages"),
+        ):
             drawn = [
-                _bar(rank, span, start) for span in step.spans if span.lane == lane
+                _bar(rank, span, start)
+                for span in step.spans
+                if span.lane == lane
             ]
             rows.append(Row(name, drawn, main=lane == "compute"))
         name = f"  at most {bytes_text(max(size for _, size in levels[rank]))}"
@@ -388,7 +451,12 @@ def _bar(rank: int, span: Interval, start: float) -> Bar:
     ink = "#ffffff" if fill == "#0072b2" else "#000000"
     tip = f"rank {rank}: {span.name}, {1e3 * (span.end - span.start):.3g} ms"
     return Bar(
-        1e3 * (span.start - start), 1e3 * (span.end - start), fill, ink, tip, (name,)
+        1e3 * (span.start - start),
+        1e3 * (span.end - start),
+        fill,
+        ink,
+        tip,
+        (name,),
     )
 
 
@@ -396,7 +464,9 @@ def _traffic(ranks: int, steps: Steps) -> Html:
     """Render a table of senders and receivers: the darker a cell, the more bytes."""
     sums: dict[tuple[int, int], float] = {}
     for rank, step in steps:
-        for to, size in (item for call in step.sent.values() for item in call.items()):
+        for to, size in (
+            item for call in step.sent.values() for item in call.items()
+        ):
             sums[rank, to] = sums.get((rank, to), 0.0) + size
     most = max(sums.values()) or 1.0
 
@@ -404,8 +474,13 @@ def _traffic(ranks: int, steps: Steps) -> Html:
         size = sums.get((source, to), 0.0)
         shade = f"padding:2px 6px;background:rgb(0 114 178 / {0.5 * size / most:.2f})"
         return tag(
-            "span", bytes_text(size) if size else "", style=shade if size else ""
+            "span",
+            bytes_text(size) if size else "",
+            style=shade if size else "",
         )
 
-    rows = [(f"rank {i}", *(cell(i, j) for j in range(ranks))) for i in range(ranks)]
+    rows = [
+        (f"rank {i}", *(cell(i, j) for j in range(ranks)))
+        for i in range(ranks)
+    ]
     return table(("bytes from", *(f"to rank {j}" for j in range(ranks))), rows)

@@ -45,7 +45,9 @@ class LabTrial:
         for record in self.records:
             for step in record.steps:
                 steps.setdefault(step.title, []).append((record.rank, step))
-        return sorted(steps.items(), key=lambda item: min(s.start for _, s in item[1]))
+        return sorted(
+            steps.items(), key=lambda item: min(s.start for _, s in item[1])
+        )
 
     def blocks(self) -> Iterator[tuple[Cell, list[Titled]]]:
         """Yield the cells, cut so that each is followed by the steps recorded in it."""
@@ -55,14 +57,19 @@ class LabTrial:
         for titled in self.steps():
             line = titled[1][0][1].line
             start = max(
-                (at for at in here.starts if at <= line), default=here.starts[0]
+                (at for at in here.starts if at <= line),
+                default=here.starts[0],
             )
             steps.setdefault(start, []).append(titled)
         for cell in here.cells:
             if cell.part:
                 yield cell, []
                 continue
-            prose, first, end = cell.prose, cell.first, cell.first + len(cell.lines)
+            prose, first, end = (
+                cell.prose,
+                cell.first,
+                cell.first + len(cell.lines),
+            )
             # Code up to the second statement that began a step belongs to the first,
             # and so on.
             inside = [line for line in sorted(steps) if first <= line < end]
@@ -70,7 +77,9 @@ class LabTrial:
                 inside or [first], [*inside[1:], end], strict=True
             ):
                 cut = following
-                while cut < end and _is_comment(cell.lines[cut - 1 - cell.first]):
+                while cut < end and _is_comment(
+                    cell.lines[cut - 1 - cell.first]
+                ):
                     cut -= 1
                 code = cell.lines[first - cell.first : cut - cell.first]
                 yield Cell(prose, code, first), steps.get(line, [])
@@ -96,13 +105,17 @@ def conduct(
                 # keeps its traceback.
                 kind, _, text = failed.reports[0].error.partition(": ")
                 error = (
-                    LabError(f"{each.name}: {text}") if kind == "LabError" else failed
+                    LabError(f"{each.name}: {text}")
+                    if kind == "LabError"
+                    else failed
                 )
                 raise error from None
             yield LabTrial(each, size, ranks, backend, tuple(records))
 
 
-def on_a_rank(world: World, module: str, function: str, size: Size) -> RankRecord:
+def on_a_rank(
+    world: World, module: str, function: str, size: Size
+) -> RankRecord:
     """Run the experiment on one rank and record it."""
     carry_out = getattr(importlib.import_module(module), function)
     lab = Lab(world, size, carry_out.__code__)

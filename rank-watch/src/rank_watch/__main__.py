@@ -21,13 +21,16 @@ def main(arguments: list[str]) -> int:
         print(f"rank-watch: {notice}", file=sys.stderr)
     if not seen.ranks:
         print(
-            f"rank-watch: no rank of {arguments[0]} runs on this host", file=sys.stderr
+            f"rank-watch: no rank of {arguments[0]} runs on this host",
+            file=sys.stderr,
         )
         return 2
     found, lines = described(seen)
     print("\n".join(lines))
     if seen.elsewhere:
-        print(f"\nmore ranks run on {', '.join(seen.elsewhere)}: run the command there")
+        print(
+            f"\nmore ranks run on {', '.join(seen.elsewhere)}: run the command there"
+        )
     return 1 if found.hangs else 0
 
 

@@ -20,7 +20,9 @@ PATIENCE, PATIENCE_MOST = 30, 1800.0
 # Seconds for which a GPU may make no progress until enough waits for it have ended to
 # estimate it.
 DEVICE_LEAST, DEVICE_KNOWN = 600.0, 3
-STOPPED = 2.0  # seconds that one rank may be stopped (SIGSTOP) while others run
+STOPPED = (
+    2.0  # seconds that one rank may be stopped (SIGSTOP) while others run
+)
 _FRAMES, _CAUSES, _LINES = 6, 4, 16  # maxima shown on the screen
 
 World = Mapping[int, RankState]
@@ -90,13 +92,17 @@ def diagnose(
     live = [r for r in ranks if not r.over]
     late = [r for r in live if r.still > limits.of_rank(r)]
     stuck = [r for r in ranks if _is_cause(r, world, awaited, limits)]
-    all_wait = bool(live) and late == live and all(awaited[r.rank] for r in live)
+    all_wait = (
+        bool(live) and late == live and all(awaited[r.rank] for r in live)
+    )
     # A rank waits for one on a host that nothing is known about.
     lost = missing and any(_waits_beyond(r, world, awaited) for r in late)
     traced = any(r.traced for r in live)
     if traced or not (stuck or all_wait or lost):
         notices = tuple(_notices(live, limits))
-        return Diagnosis(False, (), tuple(text for _, text in notices), notices=notices)
+        return Diagnosis(
+            False, (), tuple(text for _, text in notices), notices=notices
+        )
     lines = [_headline(ranks, live, limits)]
     lines += [
         f"host {host} does not answer: it is down, or the network to it"
@@ -118,16 +124,21 @@ def _headline(
 ) -> str:
     step = max((r.step for r in live), default=0)
     idle = max(
-        (max(r.still, r.held) for r in ranks if r.phase not in OVER), default=0.0
+        (max(r.still, r.held) for r in ranks if r.phase not in OVER),
+        default=0.0,
     )
     longest = f"longest operation {limits.longest:.1f} s"
     if any(r.on_device for r in live):
-        longest = f"longest time without progress of a GPU {limits.device:.1f} s"
+        longest = (
+            f"longest time without progress of a GPU {limits.device:.1f} s"
+        )
     terms = f"timeout {limits.timeout:g} s, {longest}"
     return f"the run hangs at step {step + 1}: no progress for {idle:.0f} s ({terms})"
 
 
-def _notices(live: Sequence[RankState], limits: Limits) -> Iterator[tuple[str, str]]:
+def _notices(
+    live: Sequence[RankState], limits: Limits
+) -> Iterator[tuple[str, str]]:
     """Yield notices about ranks without progress that are not ended, with the
     reason."""
     for r in live:
@@ -174,7 +185,9 @@ def waited_for(r: RankState, world: World) -> tuple[int, ...]:
 def _device_waits_for(r: RankState, world: World) -> tuple[int, ...]:
     """Return the ranks that a GPU waits for: those whose hosts have not queued what
     this one has."""
-    others = [o for o in world.values() if o.rank != r.rank and not o.on_device]
+    others = [
+        o for o in world.values() if o.rank != r.rank and not o.on_device
+    ]
     mine = dict(r.made)
     behind = [
         o.rank
@@ -205,8 +218,15 @@ def _behind_in_flight(r: RankState, world: World) -> tuple[int, ...]:
     for mine in r.flights:
         for member in mine.ranks if mine.started > mine.ended else ():
             theirs = world[member].flights if member in world else ()
-            same = [f for f in theirs if (f.group, f.ranks) == (mine.group, mine.ranks)]
-            if theirs and max((f.started for f in same), default=0) < mine.started:
+            same = [
+                f
+                for f in theirs
+                if (f.group, f.ranks) == (mine.group, mine.ranks)
+            ]
+            if (
+                theirs
+                and max((f.started for f in same), default=0) < mine.started
+            ):
                 late.add(member)
     return tuple(sorted(late))
 
@@ -226,7 +246,9 @@ def _has_matched(r: RankState, waiter: RankState, call: Made) -> bool:
     sides = (
         c.nth
         for c in r.calls
-        if c.group == call.group and c.peer == waiter.rank and c.sends != call.sends
+        if c.group == call.group
+        and c.peer == waiter.rank
+        and c.sends != call.sends
     )
     return max(sides, default=-1) >= call.nth
 
@@ -242,7 +264,9 @@ def _is_complete(r: RankState, world: World) -> bool:
     return all(m in world and has_made(world[m], call) for m in others)
 
 
-def _is_cause(r: RankState, world: World, awaited: Awaited, limits: Limits) -> bool:
+def _is_cause(
+    r: RankState, world: World, awaited: Awaited, limits: Limits
+) -> bool:
     if r.over:
         waiting = (o for o in world.values() if r.rank in awaited[o.rank])
         return any(o.still > limits.plain for o in waiting)
@@ -264,16 +288,22 @@ def _waits_beyond(r: RankState, world: World, awaited: Awaited) -> bool:
 # ---- descriptions
 
 
-def _cause(r: RankState, ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
+def _cause(
+    r: RankState, ranks: Sequence[RankState], awaited: Awaited
+) -> Iterator[str]:
     """Describe the call that a rank should be in, according to the waiting ranks, and
     where it is."""
-    calls = [o.call for o in ranks if r.rank in awaited[o.rank] and o.rank != r.rank]
+    calls = [
+        o.call for o in ranks if r.rank in awaited[o.rank] and o.rank != r.rank
+    ]
     call = next((c for c in calls if c is not None), None)
     should = f" should be in {call};" if call else ":"
     yield f"rank {r.rank}{should} {r.where}"
     if r.doing:
         lock = (
-            "; it holds the interpreter's lock" if r.locked and r.state != "T" else ""
+            "; it holds the interpreter's lock"
+            if r.locked and r.state != "T"
+            else ""
         )
         yield f"    process {r.pid} on {r.host}: {r.doing}{lock}"
     yield from _frames(r, _FRAMES)
@@ -342,7 +372,9 @@ def _devices(live: Sequence[RankState]) -> Iterator[str]:
     cause."""
     hosts = sorted({r.host for r in live})
     between = (
-        f", or the network between {', '.join(hosts[:8])}" if len(hosts) > 1 else ""
+        f", or the network between {', '.join(hosts[:8])}"
+        if len(hosts) > 1
+        else ""
     )
     yield f"all ranks wait for their GPUs, which make no progress: look at the GPUs{between}"
     at: dict[str, list[int]] = {}
@@ -371,7 +403,9 @@ def _network(complete: Sequence[RankState], world: World) -> Iterator[str]:
         yield f"{span(sorted(ranks))} have all made {name}, and it does not end"
         sides = [f"{host} ({span(on_it)})" for host, on_it in hosts.items()]
         if len(hosts) > 1:
-            more = f" and {len(sides) - 8} more hosts" if len(sides) > 8 else ""
+            more = (
+                f" and {len(sides) - 8} more hosts" if len(sides) > 8 else ""
+            )
             yield f"    no data passes between {', '.join(sides[:8])}{more}: look at the network"
         else:
             yield f"    no data passes between these ranks, which are all on {sides[0]}"
@@ -390,11 +424,18 @@ def _difference(
         for call in r.calls:
             if call.peer >= 0 or only not in (None, call.group):
                 continue
-            text = f"{call.text} of {call.op}" if call.op and only else call.text
+            text = (
+                f"{call.text} of {call.op}" if call.op and only else call.text
+            )
             of_call = sides.setdefault((call.group, call.nth), {})
             of_call.setdefault(text, []).append((call.number, r.rank))
     differ = [
-        (min(number for who in made.values() for number, _ in who), group, nth, made)
+        (
+            min(number for who in made.values() for number, _ in who),
+            group,
+            nth,
+            made,
+        )
         for (group, nth), made in sides.items()
         if len(made) > 1
     ]
@@ -404,7 +445,8 @@ def _difference(
             yield detailed[0]
             return
         text = "; ".join(
-            f"{span([rank for _, rank in who])}: {of}" for of, who in made.items()
+            f"{span([rank for _, rank in who])}: {of}"
+            for of, who in made.items()
         )
         yield f"the first that differs is call {nth} of {group[0]}: {text}"
 

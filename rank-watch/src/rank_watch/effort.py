@@ -66,11 +66,16 @@ class Effort:
         # separately.
         if computed > max(3 * _TICK, RATE * seconds):
             self.computed_at, self._computed = now, sample
-        elif computed < 0:  # a child has ended whose time is not added to its parent's
+        elif (
+            computed < 0
+        ):  # a child has ended whose time is not added to its parent's
             self._computed = sample
         seconds = now - self._moved.at
         moved = sample.moved - self._moved.moved
-        if sample.own != self._moved.own or moved > BYTES + BYTES_RATE * seconds:
+        if (
+            sample.own != self._moved.own
+            or moved > BYTES + BYTES_RATE * seconds
+        ):
             self.moved_at, self._moved = now, sample
 
     def skip(self, seconds: float) -> None:
@@ -83,7 +88,11 @@ class Effort:
         if self.heartbeat:
             computed -= _seconds(f"/proc/{self.pid}/task/{self.heartbeat}", 2)
         moved = _counters(f"/proc/{self.pid}/io")
-        own = _counters(f"/proc/{self.pid}/task/{self.thread}/io") if self.thread else 0
+        own = (
+            _counters(f"/proc/{self.pid}/task/{self.thread}/io")
+            if self.thread
+            else 0
+        )
         return _Sample(now, computed, moved, own)
 
     def _of_children(self) -> float:
@@ -111,7 +120,8 @@ def _counters(path: str) -> int:
     """Return the sum of a process's or thread's I/O counters: bytes and calls."""
     with suppress(OSError, IndexError, ValueError):
         return sum(
-            int(line.split()[1]) for line in Path(path).read_text().splitlines()[:6]
+            int(line.split()[1])
+            for line in Path(path).read_text().splitlines()[:6]
         )
     return 0
 

@@ -18,8 +18,12 @@ from .rank_state import RankState, pack, unpack
 from .ranks_folder import ASKED, RanksFolder
 from .untrusted import parse_object, whole
 
-FRESH = 10 * 10**9  # nanoseconds by which an answer may be older than the question
-LAST = -1  # instead of a time: the watcher has ended, and no further answer will come
+FRESH = (
+    10 * 10**9
+)  # nanoseconds by which an answer may be older than the question
+LAST = (
+    -1
+)  # instead of a time: the watcher has ended, and no further answer will come
 ASK_EVERY = 2.0  # seconds
 RECENT = 6.0  # seconds for which a watcher trusts an answer
 _POLL = 0.25
@@ -34,7 +38,11 @@ def ask(folder: RanksFolder) -> None:
 
 
 def answer(
-    folder: RanksFolder, host: str, start: str, asked: int, states: list[RankState]
+    folder: RanksFolder,
+    host: str,
+    start: str,
+    asked: int,
+    states: list[RankState],
 ) -> None:
     """Write the state of a host's ranks as an answer."""
     table = {"asked": asked, "start": start, **pack(states)}
@@ -89,12 +97,18 @@ class Elsewhere:
     def __init__(
         self, out: Path, hosts: Sequence[str], start: str, timeout: float
     ) -> None:
-        self.folder, self.hosts, self.start = RanksFolder(out), list(hosts), start
+        self.folder, self.hosts, self.start = (
+            RanksFolder(out),
+            list(hosts),
+            start,
+        )
         # Seconds without an answer after which a host counts as missing. File servers
         # may take a few.
         self.silence = min(30.0, max(5.0, 2 * timeout))
         self._wanted = -1e9  # time of the last query
-        self._since = 0.0  # start of the current uninterrupted series of queries
+        self._since = (
+            0.0  # start of the current uninterrupted series of queries
+        )
         self._heard = dict[str, _Heard]()
         self._thread: threading.Thread | None = None
 
@@ -116,15 +130,24 @@ class Elsewhere:
             if each.at >= self._since
         }
         ranks = [
-            r for each in heard.values() if now - each.at < RECENT for r in each.ranks
+            r
+            for each in heard.values()
+            if now - each.at < RECENT
+            for r in each.ranks
         ]
         last = {
             host: heard[host].at if host in heard else self._since
             for host in self.hosts
         }
-        missing = [host for host, at in last.items() if now - at > self.silence]
-        known = [host for host, each in heard.items() if now - each.at < RECENT]
-        pending = [host for host in self.hosts if host not in (*missing, *known)]
+        missing = [
+            host for host, at in last.items() if now - at > self.silence
+        ]
+        known = [
+            host for host, each in heard.items() if now - each.at < RECENT
+        ]
+        pending = [
+            host for host in self.hosts if host not in (*missing, *known)
+        ]
         return Others(tuple(ranks), tuple(missing), tuple(pending))
 
     def _read(self) -> None:
@@ -150,7 +173,10 @@ class Elsewhere:
 
 
 def answer_for_ever(
-    folder: RanksFolder, host: str, start: str, states: Callable[[], list[RankState]]
+    folder: RanksFolder,
+    host: str,
+    start: str,
+    states: Callable[[], list[RankState]],
 ) -> None:
     """Answer each question, in a thread of the watcher."""
     answered = 0

@@ -36,15 +36,15 @@ class Flight:
     name: str = ""
 
     def __str__(self) -> str:
-        state = "has started" if self.started > self.ended else "waits to start"
+        state = (
+            "has started" if self.started > self.ended else "waits to start"
+        )
         first = (
             f"{self.name} {self.ended + 1} {state}; "
             if self.queued > self.ended
             else ""
         )
-        return (
-            f"{self.group}: {first}collective {self.ended} is the last that has ended"
-        )
+        return f"{self.group}: {first}collective {self.ended} is the last that has ended"
 
 
 def parse_flights(raw: bytes) -> tuple[Flight, ...]:
@@ -55,12 +55,17 @@ def parse_flights(raw: bytes) -> tuple[Flight, ...]:
         for entry in items(table["entries"][-_MOST:], _MOST):
             if entry.get("is_p2p") is not False:
                 continue
-            name, group = (line(each, 200) for each in items(entry["process_group"], 2))
+            name, group = (
+                line(each, 200) for each in items(entry["process_group"], 2)
+            )
             number = whole(entry["collective_seq_id"])
             key = group or name, _ranks_of(table, name)
             known = found.get(key, Flight(*key, 0, 0, 0))
             found[key] = _with(
-                known, number, _state(entry), line(entry["profiling_name"], 200)
+                known,
+                number,
+                _state(entry),
+                line(entry["profiling_name"], 200),
             )
     return tuple(found.values())
 
@@ -74,7 +79,11 @@ def _state(entry: Mapping[str, Any]) -> int:
 
 def _with(known: Flight, number: int, state: int, name: str) -> Flight:
     """Add a call to a group's calls; it was queued after the known ones."""
-    first = name.removeprefix("nccl:") if state < 2 and not known.name else known.name
+    first = (
+        name.removeprefix("nccl:")
+        if state < 2 and not known.name
+        else known.name
+    )
     return Flight(
         known.group,
         known.ranks,

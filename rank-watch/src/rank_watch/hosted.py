@@ -9,7 +9,15 @@ from typing import Any
 
 from .ranks_folder import RanksFolder
 from .reader import MOST_RANKS
-from .untrusted import Untrusted, items, line, number, parse_object, text, whole
+from .untrusted import (
+    Untrusted,
+    items,
+    line,
+    number,
+    parse_object,
+    text,
+    whole,
+)
 
 _MOST_HOSTS = 1 << 16
 _ENTRY = ".json"
@@ -31,7 +39,10 @@ class RankProcess:
         rank, pid, started, files = items(table, 4)
         paths = tuple(line(path, 64) for path in items(files, 8))
         return cls(
-            whole(rank, 0, MOST_RANKS), whole(pid, 0, 1 << 30), whole(started), paths
+            whole(rank, 0, MOST_RANKS),
+            whole(pid, 0, 1 << 30),
+            whole(started),
+            paths,
         )
 
 
@@ -63,14 +74,20 @@ class Hosted:
             return cls(
                 host_name(table["host"]),
                 text(table["out"], 1 << 16),
-                tuple(host_name(name) for name in items(table["hosts"], _MOST_HOSTS)),
+                tuple(
+                    host_name(name)
+                    for name in items(table["hosts"], _MOST_HOSTS)
+                ),
                 number(table["timeout"]),
                 tuple(RankProcess.parse(entry) for entry in entries),
                 text(table["memory"], 1 << 16),
                 line(table["start"], 64),
                 line(table["program"], 64),
             )
-        except (KeyError, ValueError) as error:  # also for entries of the wrong length
+        except (
+            KeyError,
+            ValueError,
+        ) as error:  # also for entries of the wrong length
             raise Untrusted(f"not the ranks of a host: {error}") from None
 
     def __str__(self) -> str:
@@ -99,5 +116,7 @@ def entries_of(folder: RanksFolder) -> list[str]:
     """List the files in which hosts record their ranks."""
     names = [name for name in folder.names() if name.endswith(_ENTRY)]
     return [
-        name for name in names if not name.startswith(".") and not name.endswith(ANSWER)
+        name
+        for name in names
+        if not name.startswith(".") and not name.endswith(ANSWER)
     ]

@@ -39,7 +39,10 @@ class RankHome:
         memory."""
         if self.process.rank == other.process.rank:
             return True
-        return self.place == other.place and _token_of(other.process) == other.token
+        return (
+            self.place == other.place
+            and _token_of(other.process) == other.token
+        )
 
 
 def _token_of(rank: RankProcess) -> int:
@@ -88,7 +91,9 @@ def hosts_of(
         else:
             hosts.append([home])
     named = zip(_names([members[0] for members in hosts]), hosts, strict=True)
-    return {name: [home.process for home in members] for name, members in named}
+    return {
+        name: [home.process for home in members] for name, members in named
+    }
 
 
 def _names(homes: Sequence[RankHome]) -> list[str]:

@@ -12,7 +12,9 @@ _read_once = cache(Path.read_text)
 
 def clock() -> float:
     """Return the seconds since the machine booted, including sleep."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+    return time.clock_gettime(
+        getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    )
 
 
 def stamp() -> dict[str, Any]:
@@ -21,4 +23,8 @@ def stamp() -> dict[str, Any]:
     boot = f"process {os.getpid()}"
     with suppress(OSError):
         boot = _read_once(Path("/proc/sys/kernel/random/boot_id"))[:13]
-    return {"time": round(time.time(), 3), "clock": round(clock(), 3), "boot": boot}
+    return {
+        "time": round(time.time(), 3),
+        "clock": round(clock(), 3),
+        "boot": boot,
+    }

@@ -38,7 +38,9 @@ class Snapshot:
     notices: tuple[str, ...] = ()
 
 
-def snapshot(folder: Path, seconds: float = 1.0, *, stacks: bool = True) -> Snapshot:
+def snapshot(
+    folder: Path, seconds: float = 1.0, *, stacks: bool = True
+) -> Snapshot:
     """Observe a run's ranks on this host for `seconds`."""
     ranks_folder = RanksFolder(folder)
     files = list(_hosted(ranks_folder))
@@ -55,7 +57,9 @@ def snapshot(folder: Path, seconds: float = 1.0, *, stacks: bool = True) -> Snap
             asks = stacks and _may_signal(ranks_folder, file)
             states += _states(watched, seconds, stacks=asks)
     newest = _newest(files)
-    elsewhere = [host for host in newest.hosts if host not in here] if newest else []
+    elsewhere = (
+        [host for host in newest.hosts if host not in here] if newest else []
+    )
     timeout = newest.timeout if newest else 60.0
     return Snapshot(
         tuple(states), timeout, tuple(elsewhere), tuple(dict.fromkeys(notices))
@@ -66,7 +70,11 @@ def described(seen: Snapshot) -> tuple[Diagnosis, list[str]]:
     """Explain why the observed ranks make no progress, if so; and return lines that
     show each of them."""
     found = diagnose(seen.ranks, seen.timeout or 60.0)
-    lines = [*found.lines] if found.hangs else ["the run makes progress", *found.lines]
+    lines = (
+        [*found.lines]
+        if found.hangs
+        else ["the run makes progress", *found.lines]
+    )
     lines += [line for state in seen.ranks for line in ("", *state.lines)]
     return found, lines
 
@@ -89,7 +97,10 @@ def _newest(files: Sequence[tuple[Hosted, SmallFile]]) -> Hosted | None:
 
 
 def _watched(
-    hosted: Hosted, entries: Sequence[RankProcess], file: SmallFile, notices: list[str]
+    hosted: Hosted,
+    entries: Sequence[RankProcess],
+    file: SmallFile,
+    notices: list[str],
 ) -> Iterator[WatchedRank]:
     """Yield the ranks that the kernel confirms; append notices about the others."""
     me = os.geteuid()
@@ -135,7 +146,9 @@ def _states(
             if r.since <= begun and words[SINCE] > 0:
                 r.since = min(r.since, words[SINCE] / 1e3)
             r.longest = max(r.longest, words[LONGEST] / 1e3)
-            r.device_longest = max(r.device_longest, words[DEVICE_LONGEST] / 1e3)
+            r.device_longest = max(
+                r.device_longest, words[DEVICE_LONGEST] / 1e3
+            )
             r.device_waits = max(0, words[DEVICE_WAITS])
             yield r.state(now, r.reader.stack(begin) if stacks else ())
         r.reader.close()
@@ -151,7 +164,9 @@ def ask_elsewhere(
     """
     ranks_folder = RanksFolder(folder)
     newest = _newest(list(_hosted(ranks_folder)))
-    others = [host for host in newest.hosts if host not in here] if newest else []
+    others = (
+        [host for host in newest.hosts if host not in here] if newest else []
+    )
     if not newest or not others:
         return [], []
     ask(ranks_folder)

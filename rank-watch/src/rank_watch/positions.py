@@ -41,7 +41,10 @@ ASKS, ANSWERS = 21, 22
 TOKEN = 24  # a random number, by which ranks find out if they are on one host
 WORDS = 32
 NOTE, ROOM = 256, 2048  # bytes of the page: a note on the current phase
-COUNTS, GROUPS = 4096, 1024  # number of collectives made on each group, one word each
+COUNTS, GROUPS = (
+    4096,
+    1024,
+)  # number of collectives made on each group, one word each
 RING = COUNTS + 8 * GROUPS
 CALLS_KEPT = 1024
 # number, group, text, operation, peer, and index among the peer's or group's calls
@@ -63,7 +66,9 @@ _OTHER = (
 PHASES = (*KNOWN, *_OTHER, *OVER)
 # An otherwise unused signal; the fault handler answers it from C.
 STACKS = (
-    int(signal.SIGRTMIN) + 8 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
+    int(signal.SIGRTMIN) + 8
+    if hasattr(signal, "SIGRTMIN")
+    else int(signal.SIGUSR2)
 )
 
 
@@ -89,9 +94,12 @@ class Positions:
     def __init__(self, rank: int) -> None:
         sizes = dict.fromkeys(FILES, 0) | {"position": SIZE}
         self._files = [
-            _nameless(f"rank-watch-{what}-{rank}", n) for what, n in sizes.items()
+            _nameless(f"rank-watch-{what}-{rank}", n)
+            for what, n in sizes.items()
         ]
-        self._map = mmap.mmap(self._files[0], SIZE)  # -1: no other process can read it
+        self._map = mmap.mmap(
+            self._files[0], SIZE
+        )  # -1: no other process can read it
         self._bytes = memoryview(self._map)
         self.words: memoryview[int] = self._bytes[: WORDS * 8].cast("q")
         self._counts = self._bytes[COUNTS:RING].cast("q")
@@ -100,7 +108,9 @@ class Positions:
         self._groups = 0
         self._messages: dict[tuple[int, int], int] = {}
         self._lines = 0
-        self.notices: deque[str] = deque(maxlen=100)  # for the run's log, from threads
+        self.notices: deque[str] = deque(
+            maxlen=100
+        )  # for the run's log, from threads
         # intervals of waiting in calls in this step, by time.perf_counter
         self.waits: list[tuple[float, float]] = []
         self._stop = threading.Event()
@@ -115,13 +125,19 @@ class Positions:
         self._spent: dict[str, float] = {}
         if self._files[1] >= 0:
             _answer_with_stacks(self._files[1])
-        threading.Thread(target=self._beat, name="positions", daemon=True).start()
+        threading.Thread(
+            target=self._beat, name="positions", daemon=True
+        ).start()
 
     @property
     def paths(self) -> list[str]:
         """The paths under which other processes open the files while this one lives;
         empty without memfd."""
-        return [f"/proc/{os.getpid()}/fd/{each}" for each in self._files if each >= 0]
+        return [
+            f"/proc/{os.getpid()}/fd/{each}"
+            for each in self._files
+            if each >= 0
+        ]
 
     def _beat(self) -> None:
         # This thread needs the GIL: if it makes no progress, something holds the GIL.
@@ -178,7 +194,9 @@ class Positions:
         self.texts([f"group {self._groups} {json.dumps([name, list(ranks)])}"])
         return self._groups
 
-    def call(self, group: int, text: int, peer: int = -1, sends: bool = False) -> int:
+    def call(
+        self, group: int, text: int, peer: int = -1, sends: bool = False
+    ) -> int:
         """Record a call of a group, or a message to or from a `peer` in it. Calls are
         counted from 1."""
         words = self.words
@@ -193,7 +211,9 @@ class Positions:
             self._messages[channel] = nth + 1
             peer = 2 * peer + sends
         at = RING + number % CALLS_KEPT * CALL.size
-        CALL.pack_into(self._map, at, number, group, text, words[OP], peer, nth)
+        CALL.pack_into(
+            self._map, at, number, group, text, words[OP], peer, nth
+        )
         words[CALLS] = number
         return number
 

@@ -36,7 +36,15 @@ _CALLS = {"x86_64": _named(_X86_64), "aarch64": _named(_AARCH64)}.get(
 )
 # calls whose first argument is a file descriptor
 _WRITES = ("write", "writev")
-_ON_FILES = (*_WRITES, "read", "readv", "pread64", "pwrite64", "fsync", "fdatasync")
+_ON_FILES = (
+    *_WRITES,
+    "read",
+    "readv",
+    "pread64",
+    "pwrite64",
+    "fsync",
+    "fdatasync",
+)
 # Kernel functions in which a write to a pipe or terminal sleeps, for kernels that hide
 # system calls.
 _WRITES_IN_KERNEL = (
@@ -67,7 +75,9 @@ class Process:
         # Checked only now: the descriptor stays with the process examined here.
         if self.gone:
             self.close()
-            raise ProcessLookupError(errno.ESRCH, "the process has ended", str(pid))
+            raise ProcessLookupError(
+                errno.ESRCH, "the process has ended", str(pid)
+            )
 
     @property
     def gone(self) -> bool:
@@ -132,7 +142,11 @@ def stat_of(path: str) -> list[str]:
 def status_of(pid: int) -> dict[str, str]:
     """Return the lines of /proc/PID/status by name; empty if the process has ended."""
     with suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        lines = (
+            Path(f"/proc/{pid}/status")
+            .read_text(errors="replace")
+            .splitlines()
+        )
         return {
             name: value.strip()
             for name, _, value in (each.partition(":") for each in lines)
@@ -232,14 +246,18 @@ def unread_output(pid: int) -> str:
     Any thread counts: the others may wait for a lock that it holds.
     """
     streams = {
-        target: number for number in _STREAMS if (target := _stream(pid, number))
+        target: number
+        for number in _STREAMS
+        if (target := _stream(pid, number))
     }
     for thread in _threads(pid) if streams else ():
         name, arguments = system_call_of(pid, thread)
         number = None
         if name in _WRITES:
             with suppress(OSError):
-                number = streams.get(os.readlink(f"/proc/{pid}/fd/{arguments[0]}"))
+                number = streams.get(
+                    os.readlink(f"/proc/{pid}/fd/{arguments[0]}")
+                )
         elif not name and _channel(pid, thread) in _WRITES_IN_KERNEL:
             full = (each for each in streams.values() if _is_full(pid, each))
             number = next(full, None)

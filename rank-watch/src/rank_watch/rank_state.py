@@ -56,7 +56,9 @@ class RankState:
     @property
     def call(self) -> Made | None:
         """The call that it waits in, if any."""
-        return next((call for call in self.calls if call.number == self.waits), None)
+        return next(
+            (call for call in self.calls if call.number == self.waits), None
+        )
 
     @property
     def over(self) -> bool:
@@ -74,7 +76,9 @@ class RankState:
         """Its operation, or its phase with the note on it."""
         if self.op:
             return f"at {self.op}"
-        phase = "in the first step" if self.phase == "first step" else self.phase
+        phase = (
+            "in the first step" if self.phase == "first step" else self.phase
+        )
         return f"{phase} ({self.note})" if self.note else phase
 
     @property
@@ -87,7 +91,9 @@ class RankState:
         if self.state == "T":
             return f"it has been stopped (SIGSTOP) for {self.held:.0f} s, {self.place}"
         if self.on_device and self.device_op:
-            return f"its GPU has been at {self.device_op} for {self.still:.0f} s"
+            return (
+                f"its GPU has been at {self.device_op} for {self.still:.0f} s"
+            )
         if self.on_device:
             return f"it has waited for its GPU for {self.still:.0f} s, {self.place}"
         return f"it has been {self.place} for {self.still:.0f} s"
@@ -105,7 +111,9 @@ class RankState:
         doing = f" [{self.doing}]" if self.doing else ""
         who = f"rank {self.rank} on {self.host}, process {self.pid}"
         when = "ended" if self.over else f"no progress for {self.still:.1f} s"
-        line = f"{who}: step {self.step + 1}, {self.place}{waits}, {when}{doing}"
+        line = (
+            f"{who}: step {self.step + 1}, {self.place}{waits}, {when}{doing}"
+        )
         return [
             line,
             *(f"      {frame}" for frame in self.stack),
@@ -120,7 +128,9 @@ class RankState:
 
 
 _NESTED = ("made", "calls", "stack", "flights")
-_PLAIN = [field.name for field in fields(RankState) if field.name not in _NESTED]
+_PLAIN = [
+    field.name for field in fields(RankState) if field.name not in _NESTED
+]
 
 
 def pack(states: Sequence[RankState]) -> dict[str, Any]:
@@ -136,7 +146,15 @@ def pack(states: Sequence[RankState]) -> dict[str, Any]:
     ranks = []
     for state in states:
         calls = [
-            [c.number, number_of(c.group), c.text, c.op, c.peer, c.sends, c.nth]
+            [
+                c.number,
+                number_of(c.group),
+                c.text,
+                c.op,
+                c.peer,
+                c.sends,
+                c.nth,
+            ]
             for c in state.calls[-CALLS_SENT:]
         ]
         made = [[number_of(group), count] for group, count in state.made]
@@ -155,9 +173,12 @@ def pack(states: Sequence[RankState]) -> dict[str, Any]:
 def unpack(table: Mapping[str, Any], host: str) -> list[RankState]:
     """Parse states written by another host. Raises `Untrusted` for anything else."""
     try:
-        groups = [_group(each) for each in items(table["groups"], _MOST_GROUPS)]
+        groups = [
+            _group(each) for each in items(table["groups"], _MOST_GROUPS)
+        ]
         return [
-            _state(each, groups, host) for each in items(table["ranks"], MOST_RANKS)
+            _state(each, groups, host)
+            for each in items(table["ranks"], MOST_RANKS)
         ]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise Untrusted(f"not the states of ranks: {error}") from None
@@ -165,7 +186,9 @@ def unpack(table: Mapping[str, Any], host: str) -> list[RankState]:
 
 def _group(table: Any) -> GroupKey:
     name, ranks, before = items(table, 3)
-    members = tuple(whole(rank, 0, MOST_RANKS) for rank in items(ranks, MOST_RANKS))
+    members = tuple(
+        whole(rank, 0, MOST_RANKS) for rank in items(ranks, MOST_RANKS)
+    )
     return line(name), members, whole(before)
 
 
@@ -192,8 +215,12 @@ def _state(table: Any, groups: Sequence[GroupKey], host: str) -> RankState:
         device_op=line(table["device_op"], 2 * TEXT),
         device_longest=number(table["device_longest"]),
         device_waits=whole(table["device_waits"]),
-        made=tuple((groups[whole(group)], whole(count)) for group, count in made),
-        calls=tuple(_call(each, groups) for each in items(table["calls"], CALLS_KEPT)),
+        made=tuple(
+            (groups[whole(group)], whole(count)) for group, count in made
+        ),
+        calls=tuple(
+            _call(each, groups) for each in items(table["calls"], CALLS_KEPT)
+        ),
         stack=tuple(line(frame) for frame in items(table["stack"], FRAMES)),
         flights=tuple(_flight(each) for each in items(table["flights"], 1024)),
     )
@@ -201,9 +228,16 @@ def _state(table: Any, groups: Sequence[GroupKey], host: str) -> RankState:
 
 def _flight(table: Any) -> Flight:
     group, ranks, ended, started, queued, name = items(table, 6)
-    members = tuple(whole(rank, 0, MOST_RANKS) for rank in items(ranks, MOST_RANKS))
+    members = tuple(
+        whole(rank, 0, MOST_RANKS) for rank in items(ranks, MOST_RANKS)
+    )
     return Flight(
-        line(group), members, whole(ended), whole(started), whole(queued), line(name)
+        line(group),
+        members,
+        whole(ended),
+        whole(started),
+        whole(queued),
+        line(name),
     )
 
 

@@ -15,11 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = ".ranks"
-ASKED = "asked"  # replaced by an observer on another host to make watchers answer
+ASKED = (
+    "asked"  # replaced by an observer on another host to make watchers answer
+)
 LARGEST = 1 << 23  # maximum bytes of a file
 _MOST_FILES = 1 << 14
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ = (
+    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+)
+_APPEND = (
+    os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -67,7 +73,11 @@ class RanksFolder:
     def names(self) -> list[str]:
         """Return the sorted names of its files; empty if the folder does not exist."""
         names = list[str]()
-        with suppress(OSError), self._opened() as folder, os.scandir(folder) as entries:
+        with (
+            suppress(OSError),
+            self._opened() as folder,
+            os.scandir(folder) as entries,
+        ):
             for entry in entries:
                 if len(names) == _MOST_FILES:
                     break
@@ -83,7 +93,9 @@ class RanksFolder:
         with os.fdopen(file, "rb") as opened:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-                raise OSError(f"{name} is not a regular file of at most {most:,} bytes")
+                raise OSError(
+                    f"{name} is not a regular file of at most {most:,} bytes"
+                )
             raw = opened.read(most + 1)
         if len(raw) > most:
             raise OSError(f"{name} has more than {most:,} bytes")

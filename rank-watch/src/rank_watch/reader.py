@@ -77,9 +77,7 @@ class Made:
             if self.peer >= 0
             else ""
         )
-        return (
-            f"{self.text}{way} on {self.group[0]}{f' of {self.op}' if self.op else ''}"
-        )
+        return f"{self.text}{way} on {self.group[0]}{f' of {self.op}' if self.op else ''}"
 
 
 class PositionReader:
@@ -106,12 +104,18 @@ class PositionReader:
                     f"process {process.pid} is not a rank of user {owner}"
                 )
             for path, what in zip(paths, FILES, strict=True):
-                access = os.O_RDWR if writes and not self._files else os.O_RDONLY
-                self._files.append(_open_memory(process.pid, path, what, owner, access))
+                access = (
+                    os.O_RDWR if writes and not self._files else os.O_RDONLY
+                )
+                self._files.append(
+                    _open_memory(process.pid, path, what, owner, access)
+                )
             self.words()
         except (OSError, ValueError) as error:
             self.close()
-            raise error if isinstance(error, OSError) else OSError(str(error)) from None
+            raise (
+                error if isinstance(error, OSError) else OSError(str(error))
+            ) from None
         self._texts: list[str] = []
         self._groups: dict[int, GroupKey] = {}
         self._alike: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -156,7 +160,9 @@ class PositionReader:
         with self._learning:
             end = min(self.word(TEXTS), SIZE - LOG)
             if end > self._read:
-                raw = os.pread(self._files[0], end - self._read, LOG + self._read)
+                raw = os.pread(
+                    self._files[0], end - self._read, LOG + self._read
+                )
                 self._read = end
                 for each in raw.split(b"\n")[:-1]:
                     self._learn(each)
@@ -176,7 +182,9 @@ class PositionReader:
 
     def _add_group(self, number: int, parsed: object) -> None:
         name, members = items(parsed, 2)
-        ranks = tuple(whole(rank, 0, MOST_RANKS) for rank in items(members, MOST_RANKS))
+        ranks = tuple(
+            whole(rank, 0, MOST_RANKS) for rank in items(members, MOST_RANKS)
+        )
         alike = line(name, TEXT), ranks
         self._groups[number] = *alike, self._alike[alike]
         self._alike[alike] += 1
@@ -190,7 +198,9 @@ class PositionReader:
         groups."""
         self.text(0)
         raw = os.pread(self._files[0], RING - COUNTS, COUNTS)
-        counts = [count for (count,) in _WORD.iter_unpack(raw[: len(raw) // 8 * 8])]
+        counts = [
+            count for (count,) in _WORD.iter_unpack(raw[: len(raw) // 8 * 8])
+        ]
         return [
             (group, max(0, counts[number % GROUPS]))
             for number, group in self._groups.items()
@@ -209,7 +219,15 @@ class PositionReader:
                 other = of[1][peer // 2] if 0 <= peer < 2 * len(of[1]) else -1
                 sends = peer >= 0 and bool(peer % 2)
                 made.append(
-                    Made(number, of, self.text(text), self.text(op), other, sends, nth)
+                    Made(
+                        number,
+                        of,
+                        self.text(text),
+                        self.text(op),
+                        other,
+                        sends,
+                        nth,
+                    )
                 )
         return sorted(made, key=lambda call: call.number)[-CALLS_KEPT:]
 
@@ -241,9 +259,13 @@ class PositionReader:
     def stack(self, begin: int) -> list[str]:
         """Return the stack of the rank's own thread, innermost frame first, from what
         was written since `begin`."""
-        text = os.pread(self._files[1], 1 << 20, begin).decode(errors="replace")
+        text = os.pread(self._files[1], 1 << 20, begin).decode(
+            errors="replace"
+        )
         mine = f"0x{self.word(THREAD) & (1 << 64) - 1:016x}"
-        for part in text.replace("\nCurrent thread", "\nThread").split("\nThread "):
+        for part in text.replace("\nCurrent thread", "\nThread").split(
+            "\nThread "
+        ):
             if mine in part.partition("\n")[0]:
                 frames = [
                     one_line(frame.strip()[:TEXT])
@@ -254,7 +276,9 @@ class PositionReader:
         return []
 
 
-def _open_memory(pid: int, path: str, what: str, owner: int | None, access: int) -> int:
+def _open_memory(
+    pid: int, path: str, what: str, owner: int | None, access: int
+) -> int:
     """Open one of a rank's memory files. Anything else at the path is refused without
     opening it."""
     match = re.fullmatch(r"/proc/(\d{1,10})/fd/(\d{1,9})", path)
@@ -270,7 +294,9 @@ def _open_memory(pid: int, path: str, what: str, owner: int | None, access: int)
         if owner is not None:
             # In its own mount namespace a process can give any file such a name.
             ours = (
-                ours and status.st_uid == owner and status.st_dev == _device_of_memory()
+                ours
+                and status.st_uid == owner
+                and status.st_dev == _device_of_memory()
             )
         if not ours:
             raise OSError(f"{path} is not the memory of a rank")

@@ -38,7 +38,14 @@ MESSAGES = {
     "irecv": ("src", "group_src"),
 }
 # the first of these arguments that is present describes the data
-_TENSORS = ("tensor", "input", "input_tensor", "input_list", "output", "tensor_list")
+_TENSORS = (
+    "tensor",
+    "input",
+    "input_tensor",
+    "input_list",
+    "output",
+    "tensor_list",
+)
 
 
 @contextmanager
@@ -74,7 +81,9 @@ class _Recorder:
         self._groups: dict[Any, tuple[int, list[int]]] = {}
         self._thread = threading.local()
 
-    def recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(
+        self, name: str, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
         @wraps(function)
@@ -113,7 +122,9 @@ class _Recorder:
         number, ranks = self._group(group)
         peer = -1
         if name in MESSAGES:
-            of_world, of_group = (given.get(argument) for argument in MESSAGES[name])
+            of_world, of_group = (
+                given.get(argument) for argument in MESSAGES[name]
+            )
             if of_group is not None:
                 peer = of_group
             elif of_world in ranks:
@@ -121,25 +132,32 @@ class _Recorder:
             else:  # a receive from any rank, or a mistake that torch reports
                 return None
         text = self._text(name, given)
-        return self.positions.call(number, text, peer, name in ("send", "isend"))
+        return self.positions.call(
+            number, text, peer, name in ("send", "isend")
+        )
 
     def _group(self, group: Any) -> tuple[int, list[int]]:
         if group not in self._groups:
             ranks = self.dist.get_process_group_ranks(group)
-            name = "world" if group is self.dist.group.WORLD else group.group_name
+            name = (
+                "world" if group is self.dist.group.WORLD else group.group_name
+            )
             self._groups[group] = self.positions.group(name, ranks), ranks
         return self._groups[group]
 
     def _text(self, name: str, given: dict[str, Any]) -> int:
         found = next(
-            (given[each] for each in _TENSORS if given.get(each) is not None), ()
+            (given[each] for each in _TENSORS if given.get(each) is not None),
+            (),
         )
         tensors = found if isinstance(found, list | tuple) else (found,)
         what = [(tuple(each.shape), each.dtype) for each in tensors[:1]]
         key = name, *what
         if key not in self.positions.call_texts:
             sizes = "".join(f" {list(shape)} {dtype}" for shape, dtype in what)
-            text = self.positions.texts([f"{name}{sizes}".replace("torch.", "")])
+            text = self.positions.texts(
+                [f"{name}{sizes}".replace("torch.", "")]
+            )
             self.positions.call_texts[key] = text
         return self.positions.call_texts[key]
 

@@ -40,7 +40,9 @@ from .reader import PositionReader
 # Multiple of its patience for which a save, a start, a read or a compilation may
 # compute without reading or writing a byte.
 COMPUTING = 10
-_HELD_EVERY = 0.5  # seconds between two checks of what a rank's threads wait for
+_HELD_EVERY = (
+    0.5  # seconds between two checks of what a rank's threads wait for
+)
 
 
 class WatchedRank:
@@ -55,7 +57,9 @@ class WatchedRank:
     output.
     """
 
-    def __init__(self, entry: RankProcess, host: str, owner: int | None = None) -> None:
+    def __init__(
+        self, entry: RankProcess, host: str, owner: int | None = None
+    ) -> None:
         self.entry, self.host, self.watches = entry, host, owner is None
         self.process = Process(entry.pid, entry.started)
         self.reader = PositionReader(
@@ -104,11 +108,16 @@ class WatchedRank:
             self.reader.write(LOOKED, int(now * 1e3))
 
     def _progressed(self, now: float, mark: tuple[int, ...]) -> None:
-        waited, phase = self.mark[WAITS - STEP], phase_named(self.mark[PHASE - STEP])
+        waited, phase = (
+            self.mark[WAITS - STEP],
+            phase_named(self.mark[PHASE - STEP]),
+        )
         if waited == DEVICE or (waited == 0 and self.behind):
             # A wait for the device that ended was healthy, however long it took.
             self.device_longest = max(self.device_longest, now - self.moved)
-            self.device_waits += waited == DEVICE and mark[WAITS - STEP] != DEVICE
+            self.device_waits += (
+                waited == DEVICE and mark[WAITS - STEP] != DEVICE
+            )
         elif waited == 0 and phase not in (*KNOWN, *OVER):
             self.longest = max(self.longest, now - self.moved)
         self.mark, self.since, self.moved = mark, now, now
@@ -144,7 +153,10 @@ class WatchedRank:
         effort.look(now)
         if phase in KNOWN:
             # Nothing computes forever without reading or writing a byte.
-            last, most = max(self.moved, effort.moved_at), COMPUTING * patience(timeout)
+            last, most = (
+                max(self.moved, effort.moved_at),
+                COMPUTING * patience(timeout),
+            )
             computes = not timeout or effort.computed_at - last < most
             self.since = max(self.since, effort.moved_at)
         else:
@@ -183,7 +195,9 @@ class WatchedRank:
     @property
     def kernel_state(self) -> str:
         """The state of the rank's own thread, as in /proc."""
-        return stat_of(f"/proc/{self.entry.pid}/task/{self.reader.word(NATIVE)}")[0]
+        return stat_of(
+            f"/proc/{self.entry.pid}/task/{self.reader.word(NATIVE)}"
+        )[0]
 
     def stands(self, now: float, seconds: float) -> bool:
         """True if the rank has made no progress for `seconds`, for whatever reason."""

@@ -33,12 +33,16 @@ FILE = "hang.txt"  # in a run's folder: the last hang, with the stacks of all ra
 JOURNAL = "metrics.jsonl"  # in a run's folder, if present: a JSON object on each line
 BLIND = 3  # exit code of a watcher that cannot see its ranks
 _POLL = 0.1
-_DIAGNOSE_EVERY = 0.3  # seconds between diagnoses, which read all calls of all ranks
+_DIAGNOSE_EVERY = (
+    0.3  # seconds between diagnoses, which read all calls of all ranks
+)
 _STACKS = 0.5  # seconds to wait for stacks
 _FLIGHTS = 2.0  # seconds to wait for the records of NCCL calls
 _ANSWER = 1.5  # seconds to wait for the stacks of other hosts
 _AHEAD = 3.0  # seconds before the timeout at which other hosts are first asked
-_PRINTED = 10.0  # seconds that the watcher waits until its last message is printed
+_PRINTED = (
+    10.0  # seconds that the watcher waits until its last message is printed
+)
 # Seconds for writing the report of a hang before its ranks are ended; a busy host needs
 # one.
 _WRITE = 3.0
@@ -49,9 +53,13 @@ class Watcher:
 
     def __init__(self, hosted: Hosted) -> None:
         self.hosted, self.out = hosted, Path(hosted.out)
-        self.ranks = [WatchedRank(entry, hosted.host) for entry in hosted.ranks]
+        self.ranks = [
+            WatchedRank(entry, hosted.host) for entry in hosted.ranks
+        ]
         others = [host for host in hosted.hosts if host != hosted.host]
-        self.elsewhere = Elsewhere(self.out, others, hosted.start, hosted.timeout)
+        self.elsewhere = Elsewhere(
+            self.out, others, hosted.start, hosted.timeout
+        )
         self.others = Others()
         self.voice = Voice(hosted.program)
         self.said = set[str]()  # keys of printed notices
@@ -67,7 +75,9 @@ class Watcher:
         while not all(r.over for r in self.ranks):
             time.sleep(_POLL)
             now = time.monotonic()
-            if now - last > 1.0 + _POLL:  # as after Ctrl-Z, or on a machine that slept
+            if (
+                now - last > 1.0 + _POLL
+            ):  # as after Ctrl-Z, or on a machine that slept
                 for r in self.ranks:
                     r.slept(now - last - _POLL)
             last = now
@@ -93,12 +103,16 @@ class Watcher:
             return None
         self.diagnosed = now
         states = [r.state(now) for r in self.ranks]
-        found = diagnose([*states, *self.others.ranks], timeout, self.others.missing)
+        found = diagnose(
+            [*states, *self.others.ranks], timeout, self.others.missing
+        )
         if found.hangs and not self.others.pending:
             states = self._with_stacks(states)
             others = self._with_stacks_of_others(states)
             if any(r.reader.mark() != r.mark for r in self.ranks):
-                self.final = None  # some rank made progress while this was gathered
+                self.final = (
+                    None  # some rank made progress while this was gathered
+                )
                 return None
             last = diagnose([*states, *others.ranks], timeout, others.missing)
             return last if last.hangs else found
@@ -114,13 +128,17 @@ class Watcher:
         while True:
             time.sleep(0.02)
             stacks = [
-                r.reader.stack(b) for r, b in zip(self.ranks, begins, strict=True)
+                r.reader.stack(b)
+                for r, b in zip(self.ranks, begins, strict=True)
             ]
             pairs = list(zip(states, stacks, strict=True))
             if time.monotonic() > end or all(
                 stack or s.state in "TtDX" for s, stack in pairs
             ):
-                states = [replace(state, stack=tuple(stack)) for state, stack in pairs]
+                states = [
+                    replace(state, stack=tuple(stack))
+                    for state, stack in pairs
+                ]
                 return self._with_flights(states)
 
     def _with_flights(self, states: list[RankState]) -> list[RankState]:
@@ -144,7 +162,9 @@ class Watcher:
     def _begin_to_answer(self) -> None:
         hosted = self.hosted
         given = (hosted.folder, hosted.host, hosted.start, self.seen)
-        threading.Thread(target=answer_for_ever, args=given, daemon=True).start()
+        threading.Thread(
+            target=answer_for_ever, args=given, daemon=True
+        ).start()
 
     def seen(self) -> list[RankState]:
         """Return the ranks of this host, for observers on other hosts."""
@@ -158,12 +178,15 @@ class Watcher:
         self.final = states
         if self.elsewhere.hosts:
             _in_time(
-                lambda: self._answer(self.hosted.folder.read(ASKED).written), _ANSWER
+                lambda: self._answer(self.hosted.folder.read(ASKED).written),
+                _ANSWER,
             )
         end = time.monotonic() + _ANSWER
         while True:
             others = self.elsewhere.look(time.monotonic())
-            if time.monotonic() > end or all(r.stack or r.over for r in others.ranks):
+            if time.monotonic() > end or all(
+                r.stack or r.over for r in others.ranks
+            ):
                 return others
             time.sleep(_POLL)
 
@@ -174,7 +197,9 @@ class Watcher:
     def _speaks(self) -> bool:
         """True if this host reports for all: the first one that answers does."""
         return self.hosted.host == next(
-            host for host in self.hosted.hosts if host not in self.others.missing
+            host
+            for host in self.hosted.hosts
+            if host not in self.others.missing
         )
 
     # ---- the end
@@ -204,7 +229,9 @@ class Watcher:
         if self.elsewhere.hosts:
             _in_time(lambda: self._answer(LAST), _ANSWER)
         else:
-            _in_time(lambda: folder.remove(f"{self.hosted.host}{ANSWER}"), _ANSWER)
+            _in_time(
+                lambda: folder.remove(f"{self.hosted.host}{ANSWER}"), _ANSWER
+            )
         _in_time(lambda: folder.remove(self.hosted.name), _ANSWER)
 
 
@@ -226,7 +253,12 @@ def _write_down(out: Path, found: Diagnosis) -> None:
     with opened_folder(out) as folder:
         with suppress(OSError):
             replace_file(folder, FILE, "\n".join(found.full) + "\n")
-        record = {"event": "hang", **stamp(), "ranks": found.ranks, "text": found.text}
+        record = {
+            "event": "hang",
+            **stamp(),
+            "ranks": found.ranks,
+            "text": found.text,
+        }
         append_to_file(folder, JOURNAL, f"\n{json.dumps(record)}\n")
 
 
@@ -245,7 +277,15 @@ def _remove_memory(folder: Path) -> None:
 def _ignore_signals() -> None:
     """Ignore the signals that ask ranks to save and end: the watcher ends after
     them."""
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGTTOU")
+    names = (
+        "SIGINT",
+        "SIGTERM",
+        "SIGHUP",
+        "SIGUSR1",
+        "SIGUSR2",
+        "SIGQUIT",
+        "SIGTTOU",
+    )
     for name in names:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -19,7 +19,9 @@ from .processes import stat_of
 # Without the launcher's variables, so that a search for ranks by environment finds only
 # ranks.
 _ENVIRONMENT = {
-    name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ
+    name: os.environ[name]
+    for name in ("PATH", "LD_LIBRARY_PATH")
+    if name in os.environ
 }
 _START = "import sys; sys.path.insert(0, {!r}); from rank_watch.watcher import main; sys.exit(main())"
 _LOOK_EVERY = 1.0  # seconds
@@ -81,7 +83,9 @@ class WatcherProcess:
             if now - last > 2 * _LOOK_EVERY:
                 self._heard, stopped_since = now, None
             last = now
-            stopped = self._process is not None and _state(self._process.pid) == "T"
+            stopped = (
+                self._process is not None and _state(self._process.pid) == "T"
+            )
             stopped_since = (stopped_since or now) if stopped else None
             self._heard = max(self._heard, self.positions.words[LOOKED] / 1e3)
             what = self._what_is_wrong(now, stopped_since)
@@ -126,13 +130,17 @@ class WatcherProcess:
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # the kernel may not release it
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # the kernel may not release it
                 self._process.wait(1.0)
 
     def _say(self, text: str) -> None:
         self.positions.notices.append(text)
         rank = self.positions.words[RANK]
-        logging.getLogger(f"{self.hosted.program}.rank{rank}").warning("%s", text)
+        logging.getLogger(f"{self.hosted.program}.rank{rank}").warning(
+            "%s", text
+        )
 
 
 def _state(pid: int) -> str:

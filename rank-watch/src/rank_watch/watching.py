@@ -40,7 +40,9 @@ def watched(
     positions = Positions(rank)
     hosts, start = _meet(rank, exchange, positions)
     positions.host = next(
-        name for name, ranks in hosts.items() if rank in {r.rank for r in ranks}
+        name
+        for name, ranks in hosts.items()
+        if rank in {r.rank for r in ranks}
     )
     ranks = hosts[positions.host]
     # Process 1 of a container cannot be reached by signals from inside it.

@@ -10,7 +10,15 @@ from typing import Any
 
 from ..draw import text_table
 from ..draw.words import wrapped
-from ..layout import Layout, Run, Shape, StagedPieces, Violation, legal, nearest
+from ..layout import (
+    Layout,
+    Run,
+    Shape,
+    StagedPieces,
+    Violation,
+    legal,
+    nearest,
+)
 from ..layout.numbers import bytes_text, count_text, si_text
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import whole_servers
@@ -120,9 +128,14 @@ def check(
         violations = tuple(legal(layout, shape, **sizes))
         near = tuple(nearest(layout, shape, **sizes))
         reasons = [
-            {"rule": v.rule, "what": v.what, "way_out": v.way_out} for v in violations
+            {"rule": v.rule, "what": v.what, "way_out": v.way_out}
+            for v in violations
         ]
-        refused = {"legal": False, "violations": reasons, "nearest": [*map(str, near)]}
+        refused = {
+            "legal": False,
+            "violations": reasons,
+            "nearest": [*map(str, near)],
+        }
         return Checked(layout, shape, refused, violations, near, wrong)
     request = request_for(
         shape,
@@ -139,17 +152,23 @@ def check(
         from ..verify import placement_faults
 
         make = step.make or partial(build_model, shape)
-        figures["faults_of_sums"] = [*placement_faults(make, layout, step.options)]
+        figures["faults_of_sums"] = [
+            *placement_faults(make, layout, step.options)
+        ]
     return Checked(layout, shape, figures)
 
 
 def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
     """Return the named hardware; without a name, memory is unlimited."""
     if cluster and device:
-        raise UsageError("--cluster and --device exclude each other; name one.")
+        raise UsageError(
+            "--cluster and --device exclude each other; name one."
+        )
     if cluster:
         return where(cluster, None, layout.ranks).hardware
-    hardware = hardware_of(whole_servers(device or "h100", layout.ranks), layout.ranks)
+    hardware = hardware_of(
+        whole_servers(device or "h100", layout.ranks), layout.ranks
+    )
     return hardware if device else replace(hardware, name="", memory=math.inf)
 
 
@@ -164,7 +183,9 @@ def proved_program(step: RunStep) -> Program:
     return build(layout, step.pieces, step.options)
 
 
-def _figures(step: RunStep, request: Request, priced: Layout) -> dict[str, Any]:
+def _figures(
+    step: RunStep, request: Request, priced: Layout
+) -> dict[str, Any]:
     layout, shape = step.layout, step.shape
     program = proved_program(step)
     proof = checked(program)
@@ -175,14 +196,22 @@ def _figures(step: RunStep, request: Request, priced: Layout) -> dict[str, Any]:
         "ranks": layout.ranks,
         "parameters": sum(row.numel for row in step.pieces.rows),
         "active_parameters": shape.active,
-        "trained_parameters": sum(row.trained_numel for row in step.pieces.rows),
+        "trained_parameters": sum(
+            row.trained_numel for row in step.pieces.rows
+        ),
         "operations": sum(map(len, program.rows)),
-        "virtual_stages": [[stage.start, stage.stop] for stage in step.pieces.stages],
-        "stages": [_held(step, program, proof, row) for row in range(layout.pp)],
+        "virtual_stages": [
+            [stage.start, stage.stop] for stage in step.pieces.stages
+        ],
+        "stages": [
+            _held(step, program, proof, row) for row in range(layout.pp)
+        ],
     } | _memory(request, priced, step.pieces)
 
 
-def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str, Any]:
+def _memory(
+    request: Request, layout: Layout, pieces: StagedPieces
+) -> dict[str, Any]:
     """Return the memory of the fullest rank, compared with a device's."""
     choice = held(request, layout)
     kinds, range_ = choice.memory, choice.range(request.profile)
@@ -191,7 +220,9 @@ def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str,
         "batch": request.batch,
         "sequence": request.sequence,
         "memory_gb": sum(kinds.values()) / 1e9,
-        "memory_by_kind_gb": {kind: size / 1e9 for kind, size in kinds.items()},
+        "memory_by_kind_gb": {
+            kind: size / 1e9 for kind, size in kinds.items()
+        },
         "memory_range_gb": [size / 1e9 for size in range_],
     }
     if smaller := _one_sequence(request, layout, figures["memory_gb"]):
@@ -201,8 +232,12 @@ def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str,
         figures |= {"device": request.hardware.name, "device_gb": memory / 1e9}
         figures["fits"] = range_[0] <= memory
     if lower := lower_stages(request, layout):
-        figures["sends_less"] = [_lower_stage(request, stage) for stage in lower]
-        figures["less_sent"] = less_sent_text(layout, lower, request.hardware.memory)
+        figures["sends_less"] = [
+            _lower_stage(request, stage) for stage in lower
+        ]
+        figures["less_sent"] = less_sent_text(
+            layout, lower, request.hardware.memory
+        )
     if request.profile.muon:
         figures["newton_schulz"] = _newton_schulz(request, layout, pieces)
     return figures
@@ -244,27 +279,38 @@ def _newton_schulz(
     """Return FLOPs and bytes of Newton-Schulz on the busiest rank of the busiest
     stage."""
     cpu = bool(request.hardware.cores)
-    work = [newton_schulz(row_matrices(row), layout, cpu=cpu) for row in pieces.rows]
+    work = [
+        newton_schulz(row_matrices(row), layout, cpu=cpu)
+        for row in pieces.rows
+    ]
     stages = [[0.0, 0.0] for _ in range(layout.pp)]
     for rank, virtual in enumerate(
         ranks_of(layout.virtual_stages, layout.pp, layout.schedule)
     ):
         for stage in virtual:
             each = (work[piece] for piece in pieces.stages[stage])
-            stages[rank] = [sum(x) for x in zip(stages[rank], *each, strict=True)]
+            stages[rank] = [
+                sum(x) for x in zip(stages[rank], *each, strict=True)
+            ]
     flops, moved = max(stages)
     return {"flops": flops, "moved": moved}
 
 
-def _held(step: RunStep, program: Program, proof: Proof, row: int) -> dict[str, object]:
+def _held(
+    step: RunStep, program: Program, proof: Proof, row: int
+) -> dict[str, object]:
     """Summarize the weights that the ranks of one pipeline stage hold."""
     layout, rows = step.layout, step.pieces.rows
     pieces = sorted(p for p, at in program.host.items() if at == row)
-    units = [rows[unit] for unit in {u for p in pieces for u in program.units(p)}]
+    units = [
+        rows[unit] for unit in {u for p in pieces for u in program.units(p)}
+    ]
     whole = sum(unit.numel for unit in units)
     routed = sum(unit.routed_numel for unit in units)
     shards = layout.shards if layout.zero == 3 else 1
-    held = (whole - routed) / shards + routed / max(shards, layout.copies_sharing)
+    held = (whole - routed) / shards + routed / max(
+        shards, layout.copies_sharing
+    )
     kinds = proof.counts[row].kinds
     return {
         "ranks": list(program.ranks(row)),
@@ -273,14 +319,23 @@ def _held(step: RunStep, program: Program, proof: Proof, row: int) -> dict[str, 
         # Norms and repeated KV heads, which tp does not shard, add a few per thousand.
         "parameters_per_rank": math.ceil(held / layout.tp),
         "held_microbatches": proof.held[row],
-        "held_pieces": kinds.get("activations", 0.0) + kinds.get("inputs", 0.0),
+        "held_pieces": kinds.get("activations", 0.0)
+        + kinds.get("inputs", 0.0),
         "gathered_units": kinds.get("gathered", 0.0),
     }
 
 
 def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
-    mesh = f"{layout.ranks} ranks as {layout.mesh}" if layout.ranks > 1 else "1 rank"
-    zero = f", zero{layout.zero} over {layout.shards} shards" if layout.zero else ""
+    mesh = (
+        f"{layout.ranks} ranks as {layout.mesh}"
+        if layout.ranks > 1
+        else "1 rank"
+    )
+    zero = (
+        f", zero{layout.zero} over {layout.shards} shards"
+        if layout.zero
+        else ""
+    )
     rows = [
         (
             stage,
@@ -292,15 +347,26 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
         )
         for stage, held in enumerate(figures["stages"])
     ]
-    head = ("stage", "ranks", "pieces", "weights a rank", "microbatches", "units")
+    head = (
+        "stage",
+        "ranks",
+        "pieces",
+        "weights a rank",
+        "microbatches",
+        "units",
+    )
     size = f"{count_text(shape.total)} parameters"
     size += f", {count_text(shape.active)} active" * bool(shape.experts)
-    size += f", {count_text(shape.trained)} trained" * (shape.trained < shape.total)
+    size += f", {count_text(shape.trained)} trained" * (
+        shape.trained < shape.total
+    )
     sound = (
         f"{str(layout) or 'One rank'} is legal for {shape.name} ({size}); its program is complete and"
         " cannot deadlock."
     )
-    needs = [line for text in (sound, *_needs(figures)) for line in wrapped(text)]
+    needs = [
+        line for text in (sound, *_needs(figures)) for line in wrapped(text)
+    ]
     return "\n".join(needs) + (
         f"\n\n{mesh}{zero}; {many(layout.microbatches, 'microbatch')}, {layout.schedule};"
         f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"
@@ -311,7 +377,9 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
 
 def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences on the bytes of the fullest rank and the memory of the device."""
-    kinds = {kind: 1e9 * size for kind, size in figures["memory_by_kind_gb"].items()}
+    kinds = {
+        kind: 1e9 * size for kind, size in figures["memory_by_kind_gb"].items()
+    }
     step = f"{figures['batch']:,} sequences of {figures['sequence']:,} tokens"
     yield f"In {figures['precision']}, with {step}, it needs {held_text(kinds)}."
     if smaller := figures.get("one_sequence"):
@@ -325,7 +393,8 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"Newton-Schulz takes {flops} FLOPs on the busiest rank, once a step, and moves {moved}."
     if "fits" in figures:
         least, most, memory = (
-            1e9 * size for size in (*figures["memory_range_gb"], figures["device_gb"])
+            1e9 * size
+            for size in (*figures["memory_range_gb"], figures["device_gb"])
         )
         yield (
             f"It {verdict(least, most, memory)} on {figures['device']}, which has"
@@ -348,7 +417,11 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
 def spans(numbers: Iterable[int]) -> str:
     """Format numbers as ranges: 0-3,8-11."""
     parts = []
-    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+    for _, group in groupby(
+        enumerate(numbers), lambda pair: pair[1] - pair[0]
+    ):
         span = [number for _, number in group]
-        parts.append(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}")
+        parts.append(
+            str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
+        )
     return ",".join(parts if len(parts) <= 6 else [*parts[:5], "..."])

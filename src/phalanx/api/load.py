@@ -36,7 +36,8 @@ def checkpoints_in(source: str | Path) -> list[Path]:
             raise UsageError(what) from None
         return [path]
     if not any(
-        next(folder.glob("step-*"), None) for folder in (path, path / CHECKPOINTS)
+        next(folder.glob("step-*"), None)
+        for folder in (path, path / CHECKPOINTS)
     ):
         raise UsageError(none)
     from ..train.checkpoint import steps
@@ -59,10 +60,14 @@ class SavedTensors(Mapping[str, "Tensor"]):
 
         self.path, self.manifest = path, read_manifest(path)
         self._tensors = {
-            each.name: each for each in self.manifest.tensors if each.kind == kind
+            each.name: each
+            for each in self.manifest.tensors
+            if each.kind == kind
         }
         if not self._tensors:
-            kinds = ", ".join(sorted({each.kind for each in self.manifest.tensors}))
+            kinds = ", ".join(
+                sorted({each.kind for each in self.manifest.tensors})
+            )
             raise UsageError(
                 f"{path} has no tensors of the kind {kind!r}. It has {kinds}."
             )

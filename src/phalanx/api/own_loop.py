@@ -147,7 +147,9 @@ def prepare(
             _refuse_wrong_plan(own, chosen, loss, measure)
         made, names = own.model()
         _refuse_illegal(made, chosen)
-        _give_loss(made, own, OwnLoss(loss, measure) if loss else None, measure)
+        _give_loss(
+            made, own, OwnLoss(loss, measure) if loss else None, measure
+        )
         made = cut_blocks(made, chosen)
         program = program_of(made, chosen)
         facts |= _facts(made, chosen, program, optimizer, measure, clip)
@@ -206,7 +208,9 @@ class PreparedRun:
 
     # ---- batches
 
-    def shard(self, loader: Iterable[GivenBatch]) -> Iterator[dict[str, Tensor]]:
+    def shard(
+        self, loader: Iterable[GivenBatch]
+    ) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's rows of each batch of a loader, by name.
 
         Every rank must iterate over the same batches. The first batch is compared
@@ -224,7 +228,9 @@ class PreparedRun:
                     f" {self.layout.microbatches} microbatches need at least {least}. Use larger batches, and"
                     " drop_last=True in the loader."
                 )
-            mine = share(rows, self.layout.data, self.part.local.coordinates["data"])
+            mine = share(
+                rows, self.layout.data, self.part.local.coordinates["data"]
+            )
             yield {name: x[mine] for name, x in entries.items()}
 
     def _refuse_other_batches(self, entries: Mapping[str, Tensor]) -> None:
@@ -260,14 +266,18 @@ class PreparedRun:
         self._updater.stepped()
         self.steps += 1
         metrics = dict(zip(self._metrics, result.metrics, strict=True))
-        assert result.norm is not None  # every program of `prepare` computes the norm
+        assert (
+            result.norm is not None
+        )  # every program of `prepare` computes the norm
         return StepOutcome(
             self.steps, result.total, result.norm, metrics, result.finite
         )
 
     def evaluate(self, batch: GivenBatch) -> Evaluation:
         """Return the loss and metrics over the rows of all ranks, without an update."""
-        sums, count = self.part.validator.sums_over_ranks(self._microbatches(batch))
+        sums, count = self.part.validator.sums_over_ranks(
+            self._microbatches(batch)
+        )
         loss, *metrics = (each / (count or 1.0) for each in sums)
         return Evaluation(loss, dict(zip(self._metrics, metrics, strict=True)))
 
@@ -299,10 +309,14 @@ class PreparedRun:
         for name, whole in whole_weights(self.part):
             theirs = self._names[name]
             wholes[theirs] = whole.to("cpu", self._own.names[theirs].dtype)
-        by_weight = {self._own.names[name]: whole for name, whole in wholes.items()}
+        by_weight = {
+            self._own.names[name]: whole for name, whole in wholes.items()
+        }
         every = self._own.module.state_dict(keep_vars=True)
         return {
-            name: by_weight[x] if isinstance(x, nn.Parameter) else x.detach().cpu()
+            name: by_weight[x]
+            if isinstance(x, nn.Parameter)
+            else x.detach().cpu()
             for name, x in every.items()
         }
 
@@ -327,13 +341,17 @@ class PreparedRun:
         model, names = self._own.model()
         own = {name: weights[theirs] for name, theirs in names.items()}
         generator = Generator.of(model, own, self._master)
-        prompt = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        prompt = (
+            tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        )
         drawn = generator.generate(prompt, count, sampling)
         return [token for (token,) in drawn]
 
     # ---- checkpoints
 
-    def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self, folder: str | Path, state: Mapping[str, Any] | None = None
+    ) -> Path:
         """Save weights, optimizer state and the step count to a folder; return the
         checkpoint's path.
 
@@ -353,8 +371,12 @@ class PreparedRun:
                 f"state has a value that JSON cannot represent: {error}."
             ) from error
         if self._saver is None or self._saver.folder != Path(folder):
-            self._saver = Saver(Path(folder), self.part.local, self.part.updates)
-        progress = Progress(self.steps, layout=str(self.layout), config={LOOP: kept})
+            self._saver = Saver(
+                Path(folder), self.part.local, self.part.updates
+            )
+        progress = Progress(
+            self.steps, layout=str(self.layout), config={LOOP: kept}
+        )
         (saved,) = self._saver.save(progress)
         return saved.path
 
@@ -394,7 +416,9 @@ class PreparedRun:
 def _auto(model: nn.Module, world: World) -> Layout:
     """Return the layout that `auto` chooses, by the least memory that a rank has. Collective."""
     if world.device.type == "cuda":
-        memory: float = torch.cuda.get_device_properties(world.device).total_memory
+        memory: float = torch.cuda.get_device_properties(
+            world.device
+        ).total_memory
         memory /= world.sharing
     else:
         memory = available_memory() / world.size
@@ -423,7 +447,9 @@ def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
             " recompute:every=2."
         )
     dtypes = (
-        {x.dtype for x in model.parameters()} if isinstance(model, nn.Module) else ()
+        {x.dtype for x in model.parameters()}
+        if isinstance(model, nn.Module)
+        else ()
     )
     if torch.float64 in dtypes and layout.precision == FP32:
         return replace(layout, precision=FP64)
@@ -458,7 +484,9 @@ def _refuse_wrong_plan(
     """Compares ranks of tp with one process on the example."""
     if own.describe is None and own.example is not None and layout.tp > 1:
         model, _ = own.model()
-        _give_loss(model, own, OwnLoss(loss, measure) if loss else None, measure)
+        _give_loss(
+            model, own, OwnLoss(loss, measure) if loss else None, measure
+        )
         refuse_mixing(model, layout, own.example)
 
 
@@ -517,7 +545,9 @@ def _facts(
     clip: float,
 ) -> dict[str, str]:
     """Return all facts that must be equal on every rank."""
-    weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
+    weights = [
+        f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()
+    ]
     groups = [
         {key: str(x) for key, x in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -538,7 +568,9 @@ def _facts(
 def _named(batch: GivenBatch) -> dict[str, Tensor]:
     """Return the tensors of a batch by name."""
     if isinstance(batch, Mapping):
-        entries = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+        entries = {
+            name: x for name, x in batch.items() if isinstance(x, Tensor)
+        }
     elif isinstance(batch, Tensor):
         entries = {_input_name(batch): batch}
     else:
@@ -552,7 +584,9 @@ def _named(batch: GivenBatch) -> dict[str, Tensor]:
         entries = dict(zip(names, tensors, strict=False))
     sizes = {x.shape[0] if x.dim() else 0 for x in entries.values()}
     if len(sizes) != 1:
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in entries.items())
+        shapes = ", ".join(
+            f"{name} {list(x.shape)}" for name, x in entries.items()
+        )
         raise LoopError(
             f"the tensors of a batch must have one row for each sample; their shapes: {shapes or 'none'}."
         )

@@ -22,7 +22,14 @@ from .signature import with_keywords
 from .trainers import trainer_file
 
 SEQUENCES = 1 << 24  # per step, as in a run file
-_MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # factors on the least memory needed
+_MORE_ROOM = (
+    1.0,
+    1.1,
+    1.25,
+    1.5,
+    2.0,
+    3.0,
+)  # factors on the least memory needed
 _MORE_DEVICES = (2, 4, 8, 16)
 
 
@@ -80,7 +87,9 @@ class Planned:
     def figures(self) -> dict[str, Any]:
         if self.layouts:
             return plan_figures(self.request, self.plan, self.baselines)
-        refused = [{"family": r.family, "reason": r.reason} for r in self.plan.refused]
+        refused = [
+            {"family": r.family, "reason": r.reason} for r in self.plan.refused
+        ]
         return {"layouts": [], "why": list(self.reasons), "refused": refused}
 
     def __str__(self) -> str:
@@ -140,7 +149,9 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
     times the devices."""
     memory, found = request.hardware.memory, []
     needed = max(least, room) / memory
-    for part in sorted({math.ceil(100 * factor * needed) for factor in _MORE_ROOM}):
+    for part in sorted(
+        {math.ceil(100 * factor * needed) for factor in _MORE_ROOM}
+    ):
         if part > 100:
             break
         if (more := search(replace(request, limit=part / 100), top=1)).layouts:
@@ -157,7 +168,8 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
             continue
         batch = max(request.batch, 1)
         plan = search(
-            replace(request, hardware=hardware, batch=batch, cluster=name), top=1
+            replace(request, hardware=hardware, batch=batch, cluster=name),
+            top=1,
         )
         if plan.layouts:
             best = plan.layouts[0]
@@ -173,13 +185,16 @@ def request(
 ) -> Request:
     """Build the planner's request from these arguments; raise if they are invalid."""
     model = named_model(model)
-    shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
+    shape, make = (
+        (model, None) if isinstance(model, Shape) else model_of(model)
+    )
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
     hardware = where(
         None if machine else cluster, machine, terms.get("ranks") or 0
     ).hardware
     sequence = (
-        _number("sequence", parse_length, terms.get("sequence")) or shape.sequence
+        _number("sequence", parse_length, terms.get("sequence"))
+        or shape.sequence
     )
     if shape.positions == "learned" and sequence > shape.sequence:
         raise UsageError(
@@ -187,7 +202,9 @@ def request(
             f" Write --seq {shape.sequence} or less."
         )
     run = run_file(model) if isinstance(model, str) else None
-    trainer = trainer_named(str(terms["trainer"])) if terms.get("trainer") else None
+    trainer = (
+        trainer_named(str(terms["trainer"])) if terms.get("trainer") else None
+    )
     asked = request_for(
         shape,
         hardware,
@@ -213,7 +230,9 @@ def request(
     )
 
 
-def _number(name: str, parse: Callable[[str], int], value: str | int | None) -> int:
+def _number(
+    name: str, parse: Callable[[str], int], value: str | int | None
+) -> int:
     """Parse a count given as text or number; 0 if none is given."""
     if value is None or value == 0:
         return 0
@@ -241,14 +260,19 @@ def _sequences(text: str, sequence: int) -> int:
         )
     count, rest = divmod(tokens, sequence)
     if rest:
-        near = [f"{n * sequence} ({n:,} sequences)" for n in (count, count + 1)]
+        near = [
+            f"{n * sequence} ({n:,} sequences)" for n in (count, count + 1)
+        ]
         binary = f"{text.upper()}i"
         if (
             text[:-1].isdigit()
             and text[-1] in "kKMGT"
             and not parse_count(binary) % sequence
         ):
-            near = [f"{binary} ({parse_count(binary) // sequence:,} sequences)", *near]
+            near = [
+                f"{binary} ({parse_count(binary) // sequence:,} sequences)",
+                *near,
+            ]
         raise UsageError(
             f"--batch-tokens {text} is {tokens:,} tokens, {tokens / sequence:.2f} sequences of"
             f" {sequence:,}. Write {', '.join(near[:-1])} or {near[-1]}."

@@ -85,7 +85,11 @@ def utilization(request: Request, choice: Choice) -> Utilization:
 
 def _full(found: Utilization, words: str) -> str:
     """Format the MFU with full attention; "" if it is omitted."""
-    return "" if found.mfu_full is None else words.format(f"{100 * found.mfu_full:.1f}")
+    return (
+        ""
+        if found.mfu_full is None
+        else words.format(f"{100 * found.mfu_full:.1f}")
+    )
 
 
 def _again(request: Request, layout: Layout) -> float:
@@ -105,7 +109,9 @@ def _again(request: Request, layout: Layout) -> float:
 
 def range_of(request: Request, choice: Choice) -> StepRange:
     """Return the expected range of a layout's step, as factors of its prediction."""
-    return interval(choice.case, request.hardware, request.profile, choice.parts)
+    return interval(
+        choice.case, request.hardware, request.profile, choice.parts
+    )
 
 
 def uncertainty_text(found: StepRange, step: float) -> str:
@@ -116,9 +122,7 @@ def uncertainty_text(found: StepRange, step: float) -> str:
         whose = f"{found.level:.0%} by the errors of your own {found.own_runs} runs"
     else:
         whose = f"{found.level:.0%} of unseen published runs fell in theirs"
-    return (
-        f"Expected range {low} to {high} ({whose}). Largest uncertainty: {found.cause}."
-    )
+    return f"Expected range {low} to {high} ({whose}). Largest uncertainty: {found.cause}."
 
 
 def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
@@ -134,14 +138,25 @@ def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
         "model_flops_per_s_per_device": found.flops,
         "model_flops_per_s_per_device_attention_in_full": found.flops_full,
         "memory_gb": choice.bytes / 1e9,
-        "memory_range_gb": [held / 1e9 for held in choice.range(request.profile)],
-        "memory_by_kind_gb": {kind: held / 1e9 for kind, held in choice.memory.items()},
-        "memory_by_stage_gb": [sum(held.values()) / 1e9 for held in choice.stages],
+        "memory_range_gb": [
+            held / 1e9 for held in choice.range(request.profile)
+        ],
+        "memory_by_kind_gb": {
+            kind: held / 1e9 for kind, held in choice.memory.items()
+        },
+        "memory_by_stage_gb": [
+            sum(held.values()) / 1e9 for held in choice.stages
+        ],
         "breakdown": dict(choice.parts),
         "error_range": list(spread.around(choice.step)),
         "error_level": spread.level,
         "error_causes": [
-            {"cause": x.name, "text": x.text, "below": x.below, "above": x.above}
+            {
+                "cause": x.name,
+                "text": x.text,
+                "below": x.below,
+                "above": x.above,
+            }
             for x in spread.causes
         ],
     }
@@ -169,8 +184,13 @@ def plan_figures(
         "fitting": plan.fitting,
         "simulated": plan.simulated,
         "sharding": sharding_text(request, best.layout),
-        "layouts": [choice_figures(request, choice) for choice in plan.layouts],
-        "fastest": {"layout": str(fastest.layout), "step_time_s": fastest.step},
+        "layouts": [
+            choice_figures(request, choice) for choice in plan.layouts
+        ],
+        "fastest": {
+            "layout": str(fastest.layout),
+            "step_time_s": fastest.step,
+        },
         "rules": [
             {
                 "rule": baseline.rule,
@@ -178,7 +198,11 @@ def plan_figures(
                 "slower": baseline.choice.step / fastest.step
                 if baseline.choice
                 else None,
-                **(choice_figures(request, baseline.choice) if baseline.choice else {}),
+                **(
+                    choice_figures(request, baseline.choice)
+                    if baseline.choice
+                    else {}
+                ),
             }
             for baseline in beside
         ],
@@ -222,7 +246,9 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
     first = plan.layouts[0]
     yield from wrapped(_advice(plan))
     uncertainty = uncertainty_text(range_of(r, first), first.step)
-    yield from wrapped(f"Layout 1 takes {seconds_text(first.step)}. {uncertainty}")
+    yield from wrapped(
+        f"Layout 1 takes {seconds_text(first.step)}. {uncertainty}"
+    )
     if sharding := sharding_text(r, first.layout):
         yield from wrapped(f"Its ZeRO stage is {sharding}.")
 
@@ -245,8 +271,12 @@ def _table(request: Request, plan: Plan) -> Iterator[str]:
     shown = PARTS[:-1]
     rows = []
     used = [utilization(request, choice) for choice in plan.layouts]
-    for number, (choice, found) in enumerate(zip(plan.layouts, used, strict=True), 1):
-        parts = [f"{100 * choice.parts[name] / choice.step:.1f}" for name in shown]
+    for number, (choice, found) in enumerate(
+        zip(plan.layouts, used, strict=True), 1
+    ):
+        parts = [
+            f"{100 * choice.parts[name] / choice.step:.1f}" for name in shown
+        ]
         rates = [
             f"{100 * found.mfu:.1f}",
             f"{100 * found.hfu:.1f}",
@@ -276,7 +306,10 @@ def _also(notes: Iterable[str]) -> str:
 
 def _rates(request: Request, found: Utilization) -> str:
     """Format rates as papers do, with causal attention and with all pairs."""
-    whole = [x * request.hardware.ranks / 1e15 for x in (found.flops, found.flops_full)]
+    whole = [
+        x * request.hardware.ranks / 1e15
+        for x in (found.flops, found.flops_full)
+    ]
     return (
         f"{found.flops / 1e12:.3g} TFLOP/s a device ({found.flops_full / 1e12:.3g} with full attention),"
         f" {whole[0]:.3g} PFLOP/s in total ({whole[1]:.3g})"
@@ -340,7 +373,9 @@ def memory_text(choice: Choice, request: Request) -> Iterator[str]:
         yield from _kinds(choice)
         return
     beyond = (
-        f"; a search takes {bytes_text(room)} at most" if choice.bytes > room else ""
+        f"; a search takes {bytes_text(room)} at most"
+        if choice.bytes > room
+        else ""
     )
     yield from wrapped(
         f"the fullest rank holds {bytes_text(choice.bytes)} ({range_text(least, most)} with"
@@ -361,7 +396,9 @@ def _kinds(choice: Choice) -> Iterator[str]:
         yield "\n" + text_table(*_stages(choice.stages), left="r").rstrip("\n")
 
 
-def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+def _stages(
+    stages: Sequence[Mapping[str, float]],
+) -> tuple[list[str], list[list[str]]]:
     """Return a table of each stage's memory in GB; equal neighbouring stages share a
     row."""
     used = [kind for kind in MEMORY if any(held[kind] for held in stages)]
@@ -371,10 +408,14 @@ def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list
         "all",
     ]
     numbers = [
-        [f"{held / 1e9:.1f}" for held in (*(each[k] for k in used), sum(each.values()))]
+        [
+            f"{held / 1e9:.1f}"
+            for held in (*(each[k] for k in used), sum(each.values()))
+        ]
         for each in stages
     ]
     alike = [
-        list(group) for _, group in groupby(range(len(stages)), numbers.__getitem__)
+        list(group)
+        for _, group in groupby(range(len(stages)), numbers.__getitem__)
     ]
     return head, [[spans(group), *numbers[group[0]]] for group in alike]

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from ..parallel import Model
 
 
-def misfit(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> str:
+def misfit(
+    layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0
+) -> str:
     """Return every reason why a layout does not fit a model and the nearest that do, or
     "" if it fits."""
     violations = legal(layout, shape, batch=batch, sequence=sequence)
@@ -210,7 +212,9 @@ def step_of_layout(
     names the model."""
     model = named_model(model)
     run = None if isinstance(model, Shape) else run_file(model)
-    shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
+    shape, make = (
+        (model, None) if isinstance(model, Shape) else model_of(model)
+    )
     optimizer = optimizer or (run.optimizer.name if run else ADAMW)
     # the balance of stages depends on the sequence length
     if sequence and shape.positions != "learned":
@@ -219,7 +223,14 @@ def step_of_layout(
     named = "precision" in Layout.written(str(layout))
     parsed = Layout.parse(str(layout))
     return RunStep(
-        parsed, shape, optimizer, make, own, batch, sequence, has_precision=named
+        parsed,
+        shape,
+        optimizer,
+        make,
+        own,
+        batch,
+        sequence,
+        has_precision=named,
     )
 
 
@@ -238,7 +249,9 @@ def ways_refused(make: Callable[[], Model]) -> frozenset[str]:
         "ulysses": "cp2:ulysses",
     }
     return frozenset(
-        way for way, text in ways.items() if not fitting(model, [Layout.parse(text)])
+        way
+        for way, text in ways.items()
+        if not fitting(model, [Layout.parse(text)])
     )
 
 
@@ -305,7 +318,9 @@ def request_for(
     format is tried beside it.
     """
     matmul = MATMUL_WORDS.get(precision or "", "")
-    precision = (precision if not matmul else "") or (FP32 if hardware.cores else BF16)
+    precision = (precision if not matmul else "") or (
+        FP32 if hardware.cores else BF16
+    )
     sequence = sequence or shape.sequence
     if shape.positions != "learned":
         shape = replace(shape, sequence=sequence)
@@ -328,7 +343,9 @@ def request_for(
 def held(request: Request, layout: Layout) -> Choice:
     """Return the memory of a layout's ranks as `plan --explain` prints it, without
     times."""
-    return Pricer(replace(request, precision=layout.precision)).choose(layout, 0.0)
+    return Pricer(replace(request, precision=layout.precision)).choose(
+        layout, 0.0
+    )
 
 
 def held_text(kinds: Mapping[str, float]) -> str:

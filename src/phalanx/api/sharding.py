@@ -29,7 +29,11 @@ class LowerStage:
     @property
     def bytes_text(self) -> str:
         exact = self.least == self.most
-        return bytes_text(self.most) if exact else range_text(self.least, self.most)
+        return (
+            bytes_text(self.most)
+            if exact
+            else range_text(self.least, self.most)
+        )
 
 
 def lower_stages(request: Request, layout: Layout) -> tuple[LowerStage, ...]:
@@ -43,7 +47,9 @@ def lower_stages(request: Request, layout: Layout) -> tuple[LowerStage, ...]:
     return tuple(found)
 
 
-def less_sent_text(layout: Layout, stages: Sequence[LowerStage], memory: float) -> str:
+def less_sent_text(
+    layout: Layout, stages: Sequence[LowerStage], memory: float
+) -> str:
     """Describe the lower stage that sends least among those that fit in a device's
     memory, or each of them if memory is unlimited; "" if none fits."""
     fitting = [stage for stage in stages if stage.fits(memory)]

@@ -26,7 +26,10 @@ def with_keywords(terms: type) -> Callable[[F], F]:
     """
     keywords = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=_LEFT_OUT, annotation=kind
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_LEFT_OUT,
+            annotation=kind,
         )
         for name, kind in get_type_hints(terms).items()
     ]

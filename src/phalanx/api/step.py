@@ -10,7 +10,15 @@ from itertools import pairwise
 from typing import TypedDict, Unpack
 
 from ..draw import MeshPicture, Picture, recorded_picture
-from ..layout import Layout, LayoutError, Mesh, Run, Shape, StagedPieces, plain_pieces
+from ..layout import (
+    Layout,
+    LayoutError,
+    Mesh,
+    Run,
+    Shape,
+    StagedPieces,
+    plain_pieces,
+)
 from ..layout.choices import ADAMW, SCHEDULES, SEARCHED, traits
 from ..layout.files import read_text
 from ..layout.pieces import piece_work
@@ -69,7 +77,9 @@ class StepTerms(TypedDict, total=False):
 
 
 # Keywords that a layout or a program file defines itself.
-OF_A_SCHEDULE = tuple(StepTerms.__annotations__)[:9]  # from `stages` to `recompute`
+OF_A_SCHEDULE = tuple(StepTerms.__annotations__)[
+    :9
+]  # from `stages` to `recompute`
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,11 @@ class StepProgram:
         title = self.title + (f", {steps} steps" if steps > 1 else "")
         notes = (*self.notes, *_barrier(self, timeline, steps))
         return Picture(
-            title, timeline, held=proof.held, notes=notes, unit="pieces and units"
+            title,
+            timeline,
+            held=proof.held,
+            notes=notes,
+            unit="pieces and units",
         )
 
 
@@ -167,7 +181,9 @@ def draw(
     clip: include gradient clipping, for which all ranks agree on the norm, as in every run
     repeat: number of consecutive steps, by default 1
     """
-    kind, _, name = str(what).partition(" ") if isinstance(what, str) else ("", "", "")
+    kind, _, name = (
+        str(what).partition(" ") if isinstance(what, str) else ("", "", "")
+    )
     if kind == "mesh":
         return MeshPicture.parse(name)
     if kind == "run":
@@ -185,7 +201,9 @@ def _names_step(what: object, model: object) -> bool:
 
 
 def step_of(
-    what: str | Layout | Program | Run, model: str | Shape | type, terms: StepTerms
+    what: str | Layout | Program | Run,
+    model: str | Shape | type,
+    terms: StepTerms,
 ) -> StepProgram:
     known = StepTerms.__annotations__
     if unknown := ", ".join(sorted(set(terms) - set(known))):
@@ -223,7 +241,9 @@ def step_of(
         return _of_run_step(_step_asked(what, model, terms), terms)
     if given := _given(terms, ("cluster", "optimizer")):
         raise UsageError(f"{given} needs a layout of a model: add --model.")
-    if isinstance(what, Layout) or (name not in SCHEDULES and _is_layout(name)):
+    if isinstance(what, Layout) or (
+        name not in SCHEDULES and _is_layout(name)
+    ):
         raise UsageError(
             f"the layout {name!r} needs a model: add --model 124m, or another shape."
         )
@@ -271,13 +291,19 @@ def _of_schedule(name: str, terms: StepTerms) -> StepProgram:
         costs_of(terms.get("costs"), split=layout.splits_backward),
         share=dict.fromkeys(range(layers), stages / layers),
     )
-    title = f"{name}: {many(stages, 'stage')}, {many(microbatches, 'microbatch')}"
+    title = (
+        f"{name}: {many(stages, 'stage')}, {many(microbatches, 'microbatch')}"
+    )
     title += f", {layout.chunks} chunks" if layout.chunks > 1 else ""
     title += f", zero{layout.zero}" if layout.zero else ""
-    title += f", recompute {layout.recompute}" if layout.recompute != "none" else ""
+    title += (
+        f", recompute {layout.recompute}" if layout.recompute != "none" else ""
+    )
     options = StepOptions(agree=terms.get("clip", False), costs=costs)
     program, free = _built(layout, plain_pieces(pieces), terms, options)
-    return StepProgram(title, program, costs, stages, layout.chunks, notes, free)
+    return StepProgram(
+        title, program, costs, stages, layout.chunks, notes, free
+    )
 
 
 def _of_run_step(step: RunStep, terms: StepTerms) -> StepProgram:
@@ -303,10 +329,14 @@ def _of_run_step(step: RunStep, terms: StepTerms) -> StepProgram:
     program, free = _built(layout, step.pieces, terms, step.options)
     title = f"{str(layout) or 'one rank'} on {shape.name}"
     title += f", {step.optimizer}" if step.optimizer != ADAMW else ""
-    return StepProgram(title, program, costs, layout.pp, layout.chunks, free=free)
+    return StepProgram(
+        title, program, costs, layout.pp, layout.chunks, free=free
+    )
 
 
-def _step_asked(what: object, model: str | Shape | type, terms: StepTerms) -> RunStep:
+def _step_asked(
+    what: object, model: str | Shape | type, terms: StepTerms
+) -> RunStep:
     """Return the step of a run or a layout; refuse an illegal one with the nearest
     legal ones."""
     if given := _given(terms, OF_A_SCHEDULE):
@@ -320,9 +350,15 @@ def _step_asked(what: object, model: str | Shape | type, terms: StepTerms) -> Ru
         step = step_of_run(run)
     else:
         step = step_of_layout(
-            str(what), model, optimizer=optimizer, batch=batch, sequence=sequence
+            str(what),
+            model,
+            optimizer=optimizer,
+            batch=batch,
+            sequence=sequence,
         )
-    refuse_illegal(step.layout, step.shape, batch=step.batch, sequence=step.sequence)
+    refuse_illegal(
+        step.layout, step.shape, batch=step.batch, sequence=step.sequence
+    )
     step.refuse_unfit()
     return step
 
@@ -348,14 +384,18 @@ def _priced(step: RunStep, terms: StepTerms) -> Picture:
         layout = replace(layout, precision=request.precision)
     pricer = Pricer(replace(request, precision=layout.precision))
     title = f"{layout} on {shape.name}, {hardware.name}"
-    return Picture(title, pricer.timeline(layout, layout.microbatches), clock="s")
+    return Picture(
+        title, pricer.timeline(layout, layout.microbatches), clock="s"
+    )
 
 
 def _given(terms: StepTerms, names: Iterable[str]) -> str:
     """Return the first of these options that was given, as spelled on the command
     line."""
     given = [
-        n for n in names if (value := terms.get(n)) is not None and value is not False
+        n
+        for n in names
+        if (value := terms.get(n)) is not None and value is not False
     ]
     return f"--{given[0].replace('_', '-')}" if given else ""
 
@@ -365,9 +405,13 @@ def _of_program(title: str, program: Program, terms: StepTerms) -> StepProgram:
     stages = program.mesh.of("pp")
     gradients = (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
     split = any(op.kind in gradients for row in program.rows for op in row)
-    share = dict.fromkeys(range(program.pieces), stages / max(1, program.pieces))
+    share = dict.fromkeys(
+        range(program.pieces), stages / max(1, program.pieces)
+    )
     costs = Costs(costs_of(terms.get("costs"), split=split), share=share)
-    return StepProgram(title, program, costs, stages, max(1, program.pieces // stages))
+    return StepProgram(
+        title, program, costs, stages, max(1, program.pieces // stages)
+    )
 
 
 def costs_of(
@@ -381,10 +425,15 @@ def costs_of(
                 (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT), 1.0
             )
         return {ops.FORWARD: 1.0, ops.BACKWARD: 2.0}
-    kinds = (*(kind for kind in KINDS if kind not in (ops.DROP, *ops.MESSAGES)), "send")
+    kinds = (
+        *(kind for kind in KINDS if kind not in (ops.DROP, *ops.MESSAGES)),
+        "send",
+    )
     costs: dict[str, float] = {}
     text = (
-        times if isinstance(times, str) else ",".join(f"{k}={times[k]}" for k in times)
+        times
+        if isinstance(times, str)
+        else ",".join(f"{k}={times[k]}" for k in times)
     )
     for word in text.split(","):
         kind, equals, value = word.strip().partition("=")
@@ -415,12 +464,19 @@ def costs_of(
 
 
 def _built(
-    layout: Layout, pieces: StagedPieces, terms: StepTerms, options: StepOptions
+    layout: Layout,
+    pieces: StagedPieces,
+    terms: StepTerms,
+    options: StepOptions,
 ) -> tuple[Program, Program | None]:
     """Build the program and, for several steps with a gradient norm, also the one
     without."""
     limit, fitting = terms.get("memory_limit"), layout.recompute == "fit"
-    if limit is not None and not traits(layout.schedule).searched and not fitting:
+    if (
+        limit is not None
+        and not traits(layout.schedule).searched
+        and not fitting
+    ):
         raise UsageError(
             f"--memory-limit is for the schedule {SEARCHED!r} (microbatches that a stage may hold)"
             " and for recompute fit (pieces whose activations it may hold whole)."
@@ -432,12 +488,18 @@ def _built(
     count = len(pieces)
     options = replace(
         options,
-        sizes=Sizes(kept=(1.0,) * count, input=(0.0,) * count) if fitting else None,
+        sizes=Sizes(kept=(1.0,) * count, input=(0.0,) * count)
+        if fitting
+        else None,
         limit=float("inf") if limit is None else limit,
         held=None if limit is None else (limit,) * layout.pp,
     )
     compared = options.agree and (terms.get("repeat") or 1) > 1
-    free = build(layout, pieces, replace(options, agree=False)) if compared else None
+    free = (
+        build(layout, pieces, replace(options, agree=False))
+        if compared
+        else None
+    )
     return build(layout, pieces, options), free
 
 
@@ -455,11 +517,15 @@ def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
 
 def many(count: int, what: str) -> str:
     """Format a count with its noun: 1 microbatch, 2 microbatches, 3 ranks."""
-    plural = what if count == 1 else f"{what}{'es' if what.endswith('h') else 's'}"
+    plural = (
+        what if count == 1 else f"{what}{'es' if what.endswith('h') else 's'}"
+    )
     return f"{count} {plural}"
 
 
-def _barrier(step: StepProgram, timeline: Timeline, steps: int) -> tuple[str, ...]:
+def _barrier(
+    step: StepProgram, timeline: Timeline, steps: int
+) -> tuple[str, ...]:
     """Describe the cost of the gradient norm over several steps, measured by leaving it
     out."""
     if step.free is None or steps == 1:

@@ -34,7 +34,9 @@ _ALIKE = 0.98  # of a step: what is less than 2 % faster is not named
 def trainer_file(request: Request, layout: Layout) -> Written:
     """Write a layout of a request as a file of the request's trainer."""
     if not request.trainer:
-        raise UsageError('Name whose file it is: plan(..., trainer="megatron").')
+        raise UsageError(
+            'Name whose file it is: plan(..., trainer="megatron").'
+        )
     shape = request.shape
     node = request.hardware.node
     per_node = node if 1 < node <= 72 else 8
@@ -94,7 +96,8 @@ class CheckedFile:
         if self.choice is None or self.request is None:
             return not self.impossible
         return (
-            self.choice.range(self.request.profile)[0] <= self.request.hardware.memory
+            self.choice.range(self.request.profile)[0]
+            <= self.request.hardware.memory
         )
 
     @property
@@ -125,7 +128,10 @@ class CheckedFile:
                 "memory_by_kind_gb": held,
                 "memory_range_gb": [least / 1e9, most / 1e9],
             }
-        found |= {"cluster": request.hardware.name, **choice_figures(request, choice)}
+        found |= {
+            "cluster": request.hardware.name,
+            **choice_figures(request, choice),
+        }
         found["faster"] = [
             {"layout": str(each.layout), "step_time_s": each.step}
             for each in self.faster
@@ -158,16 +164,16 @@ class CheckedFile:
 
     def _summary(self) -> str:
         job, trainer = self.reading.job, self.trainer
-        told = f"{self.path} is a file of {trainer.title} ({trainer.versions}):"
+        told = (
+            f"{self.path} is a file of {trainer.title} ({trainer.versions}):"
+        )
         told += f" {str(job.layout) or 'one rank'}, {job.layout.ranks:,} ranks"
         if job.shape is not None:
             size = count_text(job.shape.total)
             told += f", {size} parameters ({job.shape.name})"
         if self.request is not None:
             request = self.request
-            told += (
-                f", {request.batch:,} sequences of {request.sequence:,} tokens a step"
-            )
+            told += f", {request.batch:,} sequences of {request.sequence:,} tokens a step"
             told += f"; software as {request.profile.name!r}"
         return told + "."
 
@@ -222,7 +228,13 @@ def check_file(
         check_file("pretrain.sh", cluster="h100x64").faults
         check_file("ds_config.json", "8b", ranks=64).layout
     """
-    shape = model if isinstance(model, Shape) else model_of(model)[0] if model else None
+    shape = (
+        model
+        if isinstance(model, Shape)
+        else model_of(model)[0]
+        if model
+        else None
+    )
     if cluster and not ranks and cluster != "this":
         ranks = where(cluster, None).hardware.ranks
     given = Given(ranks, batch, sequence, microbatches, shape)
@@ -246,7 +258,9 @@ def check_file(
     if not cluster:
         return CheckedFile(path, reading, request, held(request, job.layout))
     (choice,) = judge(request, [job.layout])
-    return CheckedFile(path, reading, request, choice, _faster(request, choice))
+    return CheckedFile(
+        path, reading, request, choice, _faster(request, choice)
+    )
 
 
 def _plain(way_out: str) -> str:
@@ -259,7 +273,9 @@ def _quantity(rule: str) -> str:
     return known.get(rule, rule)
 
 
-def _request(reading: Reading, cluster: str, *, batch: int, sequence: int) -> Request:
+def _request(
+    reading: Reading, cluster: str, *, batch: int, sequence: int
+) -> Request:
     layout, trainer = reading.job.layout, reading.trainer
     assert reading.job.shape is not None
     compiled = trainer.compiled if layout.compile else ""

@@ -98,7 +98,9 @@ def verdict_text(verdict: Verdict) -> str:
         return f"none cannot fit  {layout}\n     {verdict.first_difference}"
     mark = "ok  " if verdict.passed else "FAIL"
     text = f"{mark} {verdict.max_rel_error:8.1e}  {layout}"
-    return text if verdict.passed else f"{text}\n     {verdict.first_difference}"
+    return (
+        text if verdict.passed else f"{text}\n     {verdict.first_difference}"
+    )
 
 
 @with_keywords(VerifyTerms)
@@ -135,7 +137,9 @@ def verify(
     record: file for the last step of the last layout, for `phalanx draw run`
     """
     shape, make = (
-        own_model(model, describe) if callable(model) else model_to_verify(model)
+        own_model(model, describe)
+        if callable(model)
+        else model_to_verify(model)
     )
     backend = terms.get("backend", THREADS)
     if callable(model) and backend != THREADS:
@@ -189,7 +193,9 @@ def compared(
         )
         limit = available_memory() if memory is None else memory * GIB
         if need.total > limit:
-            where = "are available" if memory is None else "may be used (--memory)"
+            where = (
+                "are available" if memory is None else "may be used (--memory)"
+            )
             raise UsageError(
                 f"verify --model {shape.name} needs {need}, but only {limit / GIB:,.1f} GiB {where}. Use a"
                 " smaller shape with the same parts (gqa, gpt, qwen, or a TOML file of your own), fewer"
@@ -283,7 +289,9 @@ def _refuse_large(run: Run, trial: RunTrial) -> None:
     from ..verify.memory import GIB, needed
 
     small = trial.run
-    parameters = sum(weight.numel() for weight in maker_of(small)().weights.values())
+    parameters = sum(
+        weight.numel() for weight in maker_of(small)().weights.values()
+    )
     need = needed(
         shape_of(small),
         parameters,
@@ -307,7 +315,9 @@ def own_model(
     kind: Callable[[], object], describe: Callable[[Any], object] | None
 ) -> tuple[Shape, Maker]:
     """Return the shape of a user's class, and a function that makes a model of it."""
-    describe = describe or getattr(sys.modules[kind.__module__], "describe", None)
+    describe = describe or getattr(
+        sys.modules[kind.__module__], "describe", None
+    )
     from ..parallel.load import model_of_class
 
     make = partial(model_of_class, kind, describe)
@@ -361,7 +371,9 @@ def layouts_to_verify(
         raise UsageError(
             f"--layouts: one has {most:,} ranks; one machine starts 1 to {LOCAL_RANKS}."
         )
-    if wrong := [reasons for layout in named if (reasons := misfit(layout, shape))]:
+    if wrong := [
+        reasons for layout in named if (reasons := misfit(layout, shape))
+    ]:
         raise LayoutError("\n".join(wrong))
     for layout in named:
         refuse_own(layout)

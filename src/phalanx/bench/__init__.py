@@ -5,7 +5,12 @@ from .collectives import OPERATIONS, Sample, Sweep, measure_collectives
 from .device import LocalDevice, local_device
 from .fit import Growth, fit, fit_all, growths
 from .machine import Thoroughness, WrongResult, measure_machine, topology_of
-from .matmul import MatrixProduct, decoder_products, measure_products, square_products
+from .matmul import (
+    MatrixProduct,
+    decoder_products,
+    measure_products,
+    square_products,
+)
 from .mfu import Iteration, WideMlp, measure_block, measure_mlp
 from .overlap import Overlap, measure_copies, measure_messages
 from .stores import measure_stores

@@ -62,7 +62,9 @@ class Clock:
             if self.device.type == "cuda"
             else "the system's monotonic clock"
         )
-        among = "between ranks: barriers before and after, the slowest rank counts"
+        among = (
+            "between ranks: barriers before and after, the slowest rank counts"
+        )
         return f"{how}; warmed up, device idle before and after; medians over repeats; {among}"
 
     def settle(self) -> None:
@@ -81,7 +83,9 @@ class Clock:
         """Return the maximum over ranks of each time."""
         if self._group is None:
             return list(seconds)
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        slowest = torch.tensor(
+            seconds, dtype=torch.float64, device=self.device
+        )
         self._group.all_reduce(slowest, "max")
         return [float(each) for each in slowest.tolist()]
 
@@ -89,7 +93,9 @@ class Clock:
         """Return one reading of this rank, in seconds per call."""
         self.meet()
         if self.device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start, end = (
+                torch.cuda.Event(enable_timing=True) for _ in range(2)
+            )  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(calls):
                 work()
@@ -115,7 +121,11 @@ class Clock:
         return took
 
     def measure(
-        self, *works: WorkOf, repeats: int = 7, warm_up: int = 2, limit: float = 5.0
+        self,
+        *works: WorkOf,
+        repeats: int = 7,
+        warm_up: int = 2,
+        limit: float = 5.0,
     ) -> tuple[Timing, ...]:
         """Measure each work.
 
@@ -129,7 +139,8 @@ class Clock:
             if sum(firsts) > limit / 4:
                 break
         calls = [
-            min(MOST_CALLS, max(1, round(LEAST / max(first, 1e-9)))) for first in firsts
+            min(MOST_CALLS, max(1, round(LEAST / max(first, 1e-9))))
+            for first in firsts
         ]
         once = sum(first * n for first, n in zip(firsts, calls, strict=True))
         times = max(1, min(repeats, int(limit / max(once, 1e-9))))

@@ -115,7 +115,9 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
     root, mine = rank == 0, rank * part
 
     def of_all(start: int, count: int) -> Tensor:
-        return torch.cat([pattern(other, start, count, like) for other in range(size)])
+        return torch.cat(
+            [pattern(other, start, count, like) for other in range(size)]
+        )
 
     # x: the tensor that this rank sends; out: the one it receives, if different
     x = pattern(rank, 0, part if op in ("all_gather", "gather") else n, like)
@@ -135,14 +137,20 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
     match op:
         case "all_reduce":
             return _Prepared(
-                lambda: group.all_reduce(x), x, _sum(range(size), 0, n, like), x.zero_
+                lambda: group.all_reduce(x),
+                x,
+                _sum(range(size), 0, n, like),
+                x.zero_,
             )
         case "halves":  # an all-reduce in two steps
             return _Prepared(halves, x, _sum(range(size), 0, n, like), x.zero_)
         case "reduce":
             expected = _sum(range(size), 0, n, like)
             return _Prepared(
-                lambda: group.reduce(x, 0), x if root else None, expected, x.zero_
+                lambda: group.reduce(x, 0),
+                x if root else None,
+                expected,
+                x.zero_,
             )
         case "reduce_scatter":
             return _Prepared(
@@ -151,27 +159,39 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
                 _sum(range(size), mine, part, like),
             )
         case "all_gather":
-            return _Prepared(lambda: group.all_gather(out, x), out, of_all(0, part))
+            return _Prepared(
+                lambda: group.all_gather(out, x), out, of_all(0, part)
+            )
         case "all_to_all":
-            return _Prepared(lambda: group.all_to_all(out, x), out, of_all(mine, part))
+            return _Prepared(
+                lambda: group.all_to_all(out, x), out, of_all(mine, part)
+            )
         case "broadcast":
-            return _Prepared(lambda: group.broadcast(x, 0), x, pattern(0, 0, n, like))
+            return _Prepared(
+                lambda: group.broadcast(x, 0), x, pattern(0, 0, n, like)
+            )
         case "scatter":
             parts, expected = (
                 x.chunk(size) if root else None,
                 pattern(0, mine, part, like),
             )
-            return _Prepared(lambda: group.scatter(out, parts, 0), out, expected)
+            return _Prepared(
+                lambda: group.scatter(out, parts, 0), out, expected
+            )
         case "gather" if root:
             return _Prepared(
-                lambda: group.gather(out.chunk(size), x, 0), out, of_all(0, part)
+                lambda: group.gather(out.chunk(size), x, 0),
+                out,
+                of_all(0, part),
             )
         case "gather":
             return _Prepared(lambda: group.gather(None, x, 0))
         case "send" if root:
             return _Prepared(lambda: group.send(x, 1))
         case "send" if rank == 1:
-            return _Prepared(lambda: group.receive(out, 0), out, pattern(0, 0, n, like))
+            return _Prepared(
+                lambda: group.receive(out, 0), out, pattern(0, 0, n, like)
+            )
     return _Prepared()  # other ranks take no part in a message
 
 
@@ -182,7 +202,10 @@ def measure_collectives(world: World, sweep: Sweep) -> list[Sample]:
     clock = Clock(world.device, world.split("bench", [range(world.size)]))
     groups = {}
     for ranks, apart in sweep.groups:
-        name, inside = f"bench-{ranks}x{apart}", grouped(world.size, ranks, apart)
+        name, inside = (
+            f"bench-{ranks}x{apart}",
+            grouped(world.size, ranks, apart),
+        )
         groups[ranks, apart] = world.split(name, inside, [(0, 1)])
     samples: list[Sample] = []
     for size in sweep.sizes:
@@ -191,17 +214,25 @@ def measure_collectives(world: World, sweep: Sweep) -> list[Sample]:
             break
         for shape, group in groups.items():
             samples += [
-                _sample(clock, group, op, shape, size, sweep) for op in sweep.ops
+                _sample(clock, group, op, shape, size, sweep)
+                for op in sweep.ops
             ]
     world.clear()
     return samples
 
 
 def _sample(
-    clock: Clock, group: Group, op: str, shape: tuple[int, int], size: int, sweep: Sweep
+    clock: Clock,
+    group: Group,
+    op: str,
+    shape: tuple[int, int],
+    size: int,
+    sweep: Sweep,
 ) -> Sample:
     ranks, apart = shape
-    like = torch.empty(0, dtype=getattr(torch, sweep.dtype), device=clock.device)
+    like = torch.empty(
+        0, dtype=getattr(torch, sweep.dtype), device=clock.device
+    )
     # Each rank's part is a whole number of elements, at least one.
     n = max(1, size // like.element_size() // ranks) * ranks
     # Some ranks are unused if the shape does not divide the world.
@@ -212,7 +243,9 @@ def _sample(
     # `is_right` is collective, so every rank calls it for each
     right = [each.is_right() for each in prepared]
     calls = [each.call for each in prepared]
-    first, *halves = clock.measure(*calls, repeats=sweep.repeats, limit=sweep.limit)
+    first, *halves = clock.measure(
+        *calls, repeats=sweep.repeats, limit=sweep.limit
+    )
     return Sample(
         op,
         ranks,

@@ -36,7 +36,11 @@ class LocalDevice:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", 0) if self.kind == "cuda" else torch.device("cpu")
+        return (
+            torch.device("cuda", 0)
+            if self.kind == "cuda"
+            else torch.device("cpu")
+        )
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s that its manufacturer states; 0 for an unknown device."""
@@ -81,7 +85,9 @@ def local_device(kind: str = "auto") -> LocalDevice:
         if dist.is_available() and dist.is_backend_available(b)
     )
     entry = device_named(name)
-    return LocalDevice(name, kind, count, cores or 1, total, free, entry, tuple(usable))
+    return LocalDevice(
+        name, kind, count, cores or 1, total, free, entry, tuple(usable)
+    )
 
 
 def _cpu_name() -> str:
@@ -94,13 +100,19 @@ def _cpu_name() -> str:
         ]
     except OSError:
         names = []
-    return names[0] if names else platform.processor() or platform.machine() or "a CPU"
+    return (
+        names[0]
+        if names
+        else platform.processor() or platform.machine() or "a CPU"
+    )
 
 
 def dtype_of(name: str, kind: str) -> torch.dtype:
     """Return the tensor dtype of a precision's name."""
     if name not in DTYPES:
-        raise MachineError(f"unknown precision {name!r}; use {', '.join(DTYPES)}.")
+        raise MachineError(
+            f"unknown precision {name!r}; use {', '.join(DTYPES)}."
+        )
     if name == TF32 and kind != "cuda":
         raise MachineError(
             "tf32 is a GPU format for fp32 matmuls; on a CPU use fp32 or bf16."

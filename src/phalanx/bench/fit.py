@@ -48,7 +48,8 @@ def fit_all(samples: Sequence[Sample], backend: str) -> tuple[Curve, ...]:
     for sample in samples:
         shapes[sample.op, sample.ranks, sample.apart].append(sample)
     return tuple(
-        fit(mine, backend, forms.get(op, "ring")) for (op, *_), mine in shapes.items()
+        fit(mine, backend, forms.get(op, "ring"))
+        for (op, *_), mine in shapes.items()
     )
 
 
@@ -59,7 +60,11 @@ def growths(samples: Sequence[Sample]) -> tuple[Growth, ...]:
     With one size there is nothing to compare: both forms are the same line.
     """
     result = []
-    near = [sample for sample in samples if sample.apart == 1 and sample.op != "send"]
+    near = [
+        sample
+        for sample in samples
+        if sample.apart == 1 and sample.op != "send"
+    ]
     for op in sorted({sample.op for sample in near}):
         mine = [sample for sample in near if sample.op == op]
         ranks = tuple(sorted({sample.ranks for sample in mine}))
@@ -68,7 +73,9 @@ def growths(samples: Sequence[Sample]) -> tuple[Growth, ...]:
             for form in ("ring", "tree"):
                 rows = [_row(sample, form) for sample in mine]
                 latency, slope = _line(rows)
-                off = [abs((a * latency + b * slope) / t - 1) for a, b, t in rows]
+                off = [
+                    abs((a * latency + b * slope) / t - 1) for a, b, t in rows
+                ]
                 errors.append(statistics.median(off))
             result.append(Growth(op, ranks, *errors))
     return tuple(result)
@@ -84,10 +91,14 @@ def fit(samples: Sequence[Sample], backend: str, form: str = "ring") -> Curve:
     best = line
     if _squares(line, samples) >= NEAR**2 * len(samples):
         bent = [_bent(line, samples, bend.bytes) for bend in samples[2:-2]]
-        best = min(bent, key=lambda curve: _squares(curve, samples), default=line)
+        best = min(
+            bent, key=lambda curve: _squares(curve, samples), default=line
+        )
         if _squares(best, samples) >= WORTH * _squares(line, samples):
             best = line
-    return replace(best, error=statistics.median(map(abs, _residuals(best, samples))))
+    return replace(
+        best, error=statistics.median(map(abs, _residuals(best, samples)))
+    )
 
 
 def _bent(line: Curve, samples: Sequence[Sample], bend: int) -> Curve:
@@ -114,7 +125,11 @@ Row = tuple[float, float, float]  # steps, bytes passed, seconds
 
 def _row(sample: Sample, form: str) -> Row:
     passes = moved(sample.op, form, sample.ranks)
-    return steps(sample.op, form, sample.ranks), passes * sample.bytes, sample.seconds
+    return (
+        steps(sample.op, form, sample.ranks),
+        passes * sample.bytes,
+        sample.seconds,
+    )
 
 
 def _line(rows: Sequence[Row]) -> tuple[float, float]:
@@ -122,11 +137,14 @@ def _line(rows: Sequence[Row]) -> tuple[float, float]:
     relative errors."""
     left, right = [a / t for a, _, t in rows], [b / t for _, b, t in rows]
     aa, ab, bb = (
-        sum(map(mul, *p)) for p in ((left, left), (left, right), (right, right))
+        sum(map(mul, *p))
+        for p in ((left, left), (left, right), (right, right))
     )
     sum_a, sum_b = sum(left), sum(right)
     whole = aa * bb - ab * ab
-    latency = (sum_a * bb - sum_b * ab) / whole if whole > 1e-12 * aa * bb else 0.0
+    latency = (
+        (sum_a * bb - sum_b * ab) / whole if whole > 1e-12 * aa * bb else 0.0
+    )
     if latency <= 0:
         return 0.0, sum_b / bb
     slope = (sum_b * aa - sum_a * ab) / whole

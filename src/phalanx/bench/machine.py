@@ -12,7 +12,14 @@ import torch
 from ..comm import choose, workers
 from ..layout import Shape
 from ..layout.choices import BF16, FP16, FP32, TF32
-from ..plan import Hidden, Machine, Rate, Topology, TopologyError, read_topology
+from ..plan import (
+    Hidden,
+    Machine,
+    Rate,
+    Topology,
+    TopologyError,
+    read_topology,
+)
 from .clock import Clock
 from .collectives import OPERATIONS, Sample, Sweep, measure_collectives
 from .device import LocalDevice
@@ -35,7 +42,9 @@ class Thoroughness:
     ranks: int = 0  # 0: the number of GPUs, or 4 on a CPU
     backend: str = "auto"
     model: str = "124m"
-    sizes: tuple[int, ...] = tuple(4096 << 2 * i for i in range(7))  # to 16 MiB
+    sizes: tuple[int, ...] = tuple(
+        4096 << 2 * i for i in range(7)
+    )  # to 16 MiB
     with_host: bool = False
 
     def worlds(self, device: LocalDevice) -> tuple[int, ...]:
@@ -67,7 +76,9 @@ def measure_machine(
     rates = _rates(device, options)
     report("overlap of matmuls and copies")
     size, copied, dtype = (
-        (16384, 1 << 30, BF16) if device.kind == "cuda" else (768, 32 << 20, FP32)
+        (16384, 1 << 30, BF16)
+        if device.kind == "cuda"
+        else (768, 32 << 20, FP32)
     )
     limit = options.limit / 20
     overlaps = measure_copies(
@@ -84,7 +95,9 @@ def measure_machine(
     if wrong := sorted(
         {f"{s.op} of {s.ranks} ranks" for s in samples if not s.correct}
     ):
-        raise WrongResult(f"{', '.join(wrong)} gave wrong values; nothing was written.")
+        raise WrongResult(
+            f"{', '.join(wrong)} gave wrong values; nothing was written."
+        )
     x = torch.zeros(1, device=device.device)
     (launch,) = Clock(device.device).measure(lambda: x.add_(1.0), limit=1.0)
     return Machine(
@@ -115,9 +128,13 @@ def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
     squares = square_products(
         dtypes, [(512 if gpu else 128) << i for i in range(6 if gpu else 5)]
     )
-    wide = decoder_products(Shape.load(options.model), 8192 if gpu else 512, dtypes)
+    wide = decoder_products(
+        Shape.load(options.model), 8192 if gpu else 512, dtypes
+    )
     products = sorted([*squares, *wide], key=lambda product: product.flops)
-    measured = measure_products(device, products, limit=options.limit / 4, repeats=5)
+    measured = measure_products(
+        device, products, limit=options.limit / 4, repeats=5
+    )
     return tuple(Rate(p.dtype, p.m, p.n, p.k, p.rate) for p in measured)
 
 
@@ -130,13 +147,19 @@ def _collectives(
     """
     # Also both groups of every other rank at once, like an outer mesh axis.
     groups = (
-        ((ranks, 1), (ranks // 2, 2)) if ranks > 2 and ranks % 2 == 0 else ((ranks, 1),)
+        ((ranks, 1), (ranks // 2, 2))
+        if ranks > 2 and ranks % 2 == 0
+        else ((ranks, 1),)
     )
     share = options.limit / 2 / max(1, len(options.worlds(device)))
     each = share / len(OPERATIONS) / len(options.sizes) / len(groups)
-    sweep = Sweep(OPERATIONS, options.sizes, groups, repeats=5, limit=each, total=share)
+    sweep = Sweep(
+        OPERATIONS, options.sizes, groups, repeats=5, limit=each, total=share
+    )
     size, dtype = (8192, BF16) if device.kind == "cuda" else (512, FP32)
     with workers(ranks, backend=backend, threads_per_rank=1) as run:
         samples: list[Sample] = run(measure_collectives, sweep)[0]
-        messages = run(measure_messages, size, 16 << 20, dtype, options.limit / 20)[0]
+        messages = run(
+            measure_messages, size, 16 << 20, dtype, options.limit / 20
+        )[0]
     return samples, tuple(each.as_hidden() for each in messages)

@@ -50,9 +50,15 @@ class MatrixProduct:
         return self.flops / self.claimed
 
 
-def square_products(dtypes: Sequence[str], sizes: Sequence[int]) -> list[MatrixProduct]:
+def square_products(
+    dtypes: Sequence[str], sizes: Sequence[int]
+) -> list[MatrixProduct]:
     """Return N x N matmuls, smallest first."""
-    return [MatrixProduct("square", dtype, n, n, n) for n in sizes for dtype in dtypes]
+    return [
+        MatrixProduct("square", dtype, n, n, n)
+        for n in sizes
+        for dtype in dtypes
+    ]
 
 
 def decoder_products(
@@ -60,7 +66,10 @@ def decoder_products(
 ) -> list[MatrixProduct]:
     """Return the matmuls of a decoder's forward pass: long and wide rather than
     square."""
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    wide, narrow = (
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+    )
     sizes = {
         "q": (wide, shape.hidden),
         "k, v": (narrow, shape.hidden),
@@ -94,9 +103,15 @@ def measure_products(
     for product in products:
         left = limit - (time.monotonic() - began)
         foreseen = (
-            3 * product.flops / best[product.dtype] if product.dtype in best else 0.0
+            3 * product.flops / best[product.dtype]
+            if product.dtype in best
+            else 0.0
         )
-        if left <= 0 or foreseen > left or _bytes(device, product) > 0.8 * device.free:
+        if (
+            left <= 0
+            or foreseen > left
+            or _bytes(device, product) > 0.8 * device.free
+        ):
             continue
         with products_in(product.dtype):
             done = _measured(device, product, min(left / 2, 5.0), repeats)
@@ -106,7 +121,9 @@ def measure_products(
 
 def _bytes(device: LocalDevice, product: MatrixProduct) -> int:
     m, n, k = product.m, product.n, product.k
-    return (m * k + k * n + m * n) * dtype_of(product.dtype, device.kind).itemsize
+    return (m * k + k * n + m * n) * dtype_of(
+        product.dtype, device.kind
+    ).itemsize
 
 
 def _measured(

@@ -61,7 +61,8 @@ def measure_mlp(
     at = device.device
     weights = [
         (
-            torch.randn(mlp.width, mlp.width, device=at) * (2 / mlp.width) ** 0.5
+            torch.randn(mlp.width, mlp.width, device=at)
+            * (2 / mlp.width) ** 0.5
         ).requires_grad_()
         for _ in range(mlp.layers)
     ]
@@ -90,7 +91,9 @@ def measure_block(
     """Measure one block of a decoder of this shape, on `batch` sequences."""
     at = device.device
     block = decoder_of(shape, vocab=8, layers=1).layers[0].to(at)
-    x = torch.randn(batch, sequence, shape.hidden, device=at, requires_grad=True)
+    x = torch.randn(
+        batch, sequence, shape.hidden, device=at, requires_grad=True
+    )
     positions = torch.arange(sequence, device=at).expand(batch, -1)
 
     def forward() -> Tensor:
@@ -100,9 +103,13 @@ def measure_block(
     timed = _iteration(device, list(block.parameters()), forward, dtype, limit)
     products = linear_products(shape.rows[1], shape)
     matmuls = sum(
-        product.multiply_adds for product in products if not product.weight.adapts
+        product.multiply_adds
+        for product in products
+        if not product.weight.adapts
     )
-    attention = sequence * shape.pair_work // 2  # multiply-adds per token, causal
+    attention = (
+        sequence * shape.pair_work // 2
+    )  # multiply-adds per token, causal
     tokens = 3 * 2.0 * batch * sequence
     name = f"a block of {shape.name}, {batch} x {sequence} tokens"
     full = tokens * (matmuls + 2 * attention)

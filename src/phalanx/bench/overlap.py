@@ -45,7 +45,12 @@ class Overlap:
 
 
 def measure_copies(
-    device: LocalDevice, *, size: int, copied: int, dtype: str, limit: float = 20.0
+    device: LocalDevice,
+    *,
+    size: int,
+    copied: int,
+    dtype: str,
+    limit: float = 20.0,
 ) -> list[Overlap]:
     """Measure a size x size matmul beside copies of `copied` bytes, and each alone, in
     turn."""
@@ -65,7 +70,11 @@ def _product(device: torch.device, size: int, dtype: torch.dtype) -> Call:
 
 
 def _on_streams(
-    device: torch.device, product: Call, copied: int, pinned: bool, limit: float
+    device: torch.device,
+    product: Call,
+    copied: int,
+    pinned: bool,
+    limit: float,
 ) -> Overlap:
     host = torch.empty(copied, dtype=torch.uint8, pin_memory=pinned)
     target = torch.empty(copied, dtype=torch.uint8, device=device)
@@ -120,19 +129,28 @@ def measure_messages(
 
     name = f"product beside all-reduce of {world.size}"
     clock = Clock(world.device, group)
-    overlap = _measured(clock, name, product, lambda: group.all_reduce(x), both, limit)
+    overlap = _measured(
+        clock, name, product, lambda: group.all_reduce(x), both, limit
+    )
     world.clear()
     return [overlap]
 
 
 def _measured(
-    clock: Clock, name: str, first: Call, second: Call, both: Call, limit: float
+    clock: Clock,
+    name: str,
+    first: Call,
+    second: Call,
+    both: Call,
+    limit: float,
 ) -> Overlap:
     def after() -> None:
         first()
         second()
 
-    one, two, apart, together = clock.measure(first, second, after, both, limit=limit)
+    one, two, apart, together = clock.measure(
+        first, second, after, both, limit=limit
+    )
     readings = len(together.readings)
     return Overlap(
         name, one.median, two.median, apart.median, together.median, readings

@@ -30,7 +30,10 @@ def _record(argv: list[str]) -> int:
     words, program = split_words(argv)
     parser = Parser(_record.__doc__)
     parser.add(
-        "--out", required=True, metavar="DIR", help="a new folder for the record"
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="a new folder for the record",
     )
     parser.add("--steps", type=whole(), default=3, help="steps to record")
     what = "the program is one process: a reference"
@@ -44,7 +47,9 @@ def _record(argv: list[str]) -> int:
     parser.add("--float64", action="store_true", help=what)
     args = parser.read(words)
     settings = Settings(Path(args.out), args.steps, float64=args.float64)
-    recorded = record_all(settings, program, one=args.one, perturb=args.perturb)
+    recorded = record_all(
+        settings, program, one=args.one, perturb=args.perturb
+    )
     if args.json:
         result(args, recorded.figures, "")
     return recorded.code
@@ -56,7 +61,9 @@ def _compare(argv: list[str]) -> int:
 
     parser = Parser(_compare.__doc__)
     parser.add("reference", metavar="ONE", help="the folder of the reference")
-    parser.add("runs", nargs="+", metavar="RUN", help="the folders of other runs")
+    parser.add(
+        "runs", nargs="+", metavar="RUN", help="the folders of other runs"
+    )
     what = "perturbed runs of the reference, which give the tolerances"
     parser.add("--perturbed", nargs="+", default=[], metavar="DIR", help=what)
     args = parser.read(argv)

@@ -31,21 +31,32 @@ def refuse_before(run: Run) -> None:
         # A user's schedule is run once here; otherwise every rank would report its
         # errors.
         refuse_own(layout)
-        if shape is not None and layout.recompute != "fit" and not legal(layout, shape):
+        if (
+            shape is not None
+            and layout.recompute != "fit"
+            and not legal(layout, shape)
+        ):
             check(build(layout, staged_pieces(layout, shape), options_of(run)))
     wrong: list[Mistake] = []
-    elsewhere = launched(os.environ)  # under a launcher, other machines run ranks too
+    elsewhere = launched(
+        os.environ
+    )  # under a launcher, other machines run ranks too
     if layout is not None and not elsewhere and layout.ranks > LOCAL_RANKS:
         many = f"{layout.ranks:,} ranks; one machine starts {LOCAL_RANKS}"
         what = f"layout = {run.layout!r} has {many}"
         raise RunError(
-            "run", [Mistake("layout", what, "Start more with torchrun or Slurm")]
+            "run",
+            [Mistake("layout", what, "Start more with torchrun or Slurm")],
         )
     if not _has_gpu():
         if layout is not None and layout.recompute == "fit" and not run.memory:
             what = f"layout = {run.layout!r}: how much a rank may hold is not known without a GPU"
             wrong.append(
-                Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all")
+                Mistake(
+                    "layout",
+                    what,
+                    "Write memory = 2.5 (GiB), or recompute:all",
+                )
             )
         if shape is not None and not elsewhere:
             wrong += _memory(run, shape, layout)
@@ -72,7 +83,8 @@ def refuse_large(need: float, what: str, way_out: str) -> None:
 
 def _has_gpu() -> bool:
     return any(
-        Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+        Path(device).exists()
+        for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
     )
 
 
@@ -88,7 +100,9 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     # Offloaded state is in this machine's memory, too.
     cut = Layout(layout.mesh, zero=layout.zero) if layout else Layout()
     held = held_bytes(cut, buffers)
-    copies = layout.copies if layout else 1  # ranks that hold a part of each weight
+    copies = (
+        layout.copies if layout else 1
+    )  # ranks that hold a part of each weight
     gradient = held.gradient
     if layout and layout.zero >= 2 and held.gradient_shard:
         gradient = held.gradient_shard
@@ -99,16 +113,16 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
             f"model = {name!r} takes {state / GIB:,.0f} GiB for weights, gradients and optimizer"
             f" state of {run.layout!r}, and this machine has {have / GIB:,.0f} GiB"
         )
-        way_out = (
-            "Take a smaller model, fewer ranks or zero3; `phalanx plan` finds a cluster"
-        )
+        way_out = "Take a smaller model, fewer ranks or zero3; `phalanx plan` finds a cluster"
         return [Mistake("model", what, way_out)]
     tokens = (
         shape.batch
         * run.tokens(shape)
         / (layout.microbatches if layout else shape.batch)
     )
-    blocks = 1 if layout is None or layout.recompute != "none" else shape.layers
+    blocks = (
+        1 if layout is None or layout.recompute != "none" else shape.layers
+    )
     # the least that a block keeps: its input
     inputs = tokens * shape.hidden * min(4, dtype.bytes) * blocks
     if inputs > have:
@@ -119,7 +133,9 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
         )
         return [
             Mistake(
-                "batch", what, "Write a smaller batch, or more microbatches: accum:16"
+                "batch",
+                what,
+                "Write a smaller batch, or more microbatches: accum:16",
             )
         ]
     return []

@@ -52,7 +52,14 @@ from .parser import POSITIVE, Parser, chosen, whole
 from .usage import UsageError, result, save, say, write
 
 if TYPE_CHECKING:
-    from ..bench import Growth, Iteration, LocalDevice, MatrixProduct, Overlap, Sample
+    from ..bench import (
+        Growth,
+        Iteration,
+        LocalDevice,
+        MatrixProduct,
+        Overlap,
+        Sample,
+    )
 
 LONGEST = 1 << 20  # maximum side of a square matmul
 # Option defaults that depend on the device: on a CPU, on a GPU.
@@ -80,7 +87,9 @@ def run(argv: list[str]) -> int:
     return chosen(parser, argv, benches)
 
 
-def _parser(text: str | None, limit: float, of: str = "time limit for each") -> Parser:
+def _parser(
+    text: str | None, limit: float, of: str = "time limit for each"
+) -> Parser:
     parser = Parser(text)
     parser.add("--limit", default=limit, help=of)
     return parser
@@ -88,7 +97,9 @@ def _parser(text: str | None, limit: float, of: str = "time limit for each") -> 
 
 def _add_device(parser: Parser) -> None:
     parser.add("--device")
-    parser.add("--threads", type=whole(1, 4096), help="CPU threads; default torch's")
+    parser.add(
+        "--threads", type=whole(1, 4096), help="CPU threads; default torch's"
+    )
 
 
 def _default(name: str, kind: str = "cpu") -> Any:
@@ -132,15 +143,21 @@ class _Ranks:
 
         self.launched = rendezvous(os.environ)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        self.count = self.launched.size if self.launched else ranks or max(gpus, 2)
+        self.count = (
+            self.launched.size if self.launched else ranks or max(gpus, 2)
+        )
         if self.count < 2:
             raise UsageError(
                 "the launcher started 1 rank; a collective needs at least 2."
             )
         if self.launched and ranks not in (None, self.count):
-            raise UsageError(f"--ranks {ranks}: the launcher started {self.count}.")
+            raise UsageError(
+                f"--ranks {ranks}: the launcher started {self.count}."
+            )
         self.requested = backend
-        self.backend = backend if self.launched else choose(backend, self.count)
+        self.backend = (
+            backend if self.launched else choose(backend, self.count)
+        )
 
     @property
     def quiet(self) -> bool:
@@ -153,7 +170,9 @@ class _Ranks:
         from ..comm import join, workers
 
         if self.launched is None:
-            with workers(self.count, backend=self.requested, threads_per_rank=1) as run:
+            with workers(
+                self.count, backend=self.requested, threads_per_rank=1
+            ) as run:
                 return run(work, *args)[0]
         world = join(self.count, backend=self.requested)
         self.backend = NCCL if world.device.type == "cuda" else GLOO
@@ -168,7 +187,9 @@ class _Ranks:
 def _collectives(argv: list[str]) -> int:
     """`phalanx bench collectives`: times collectives, checks their results and fits
     curves."""
-    parser = _parser(_collectives.__doc__, 4.0, "time limit for one operation and size")
+    parser = _parser(
+        _collectives.__doc__, 4.0, "time limit for one operation and size"
+    )
     add = parser.add
     _add_ranks(parser)
     add(
@@ -179,7 +200,13 @@ def _collectives(argv: list[str]) -> int:
         help="operations, separated by commas",
     )
     sizes = "1K:512M (in steps of 4), 1K:64M:2 or 1K,64K"
-    add("--sizes", type=parse_byte_sizes, default="1K:64M", metavar="SIZES", help=sizes)
+    add(
+        "--sizes",
+        type=parse_byte_sizes,
+        default="1K:64M",
+        metavar="SIZES",
+        help=sizes,
+    )
     add(
         "--groups",
         metavar="N,NxD",
@@ -191,11 +218,19 @@ def _collectives(argv: list[str]) -> int:
         choices=[x for x in PRECISIONS if x != TF32],
         help="dtype of the data",
     )
-    add("--repeats", type=whole(), default=7, help="number of measurements of each")
+    add(
+        "--repeats",
+        type=whole(),
+        default=7,
+        help="number of measurements of each",
+    )
     more = "no larger size starts after this time"
     add("--total", type=POSITIVE, default=600.0, metavar="SECONDS", help=more)
     parser.add_output(
-        "--out", ".svg", ".html", help="chart of bandwidth over size, with the fit"
+        "--out",
+        ".svg",
+        ".html",
+        help="chart of bandwidth over size, with the fit",
     )
     args = parser.read(argv)
     # Each rank holds what it sends, what it receives, and the expected result.
@@ -219,14 +254,22 @@ def _collectives(argv: list[str]) -> int:
             f"--dtype {args.dtype}: sums over {ranks.count} ranks cannot be checked exactly; use fp32."
         )
     sweep = Sweep(
-        args.ops, args.sizes, groups, dtype, args.repeats, args.limit, args.total
+        args.ops,
+        args.sizes,
+        groups,
+        dtype,
+        args.repeats,
+        args.limit,
+        args.total,
     )
     samples = ranks.run(measure_collectives, sweep)
     if samples is None:
         return 0
     curves, forms = fit_all(samples, ranks.backend), growths(samples)
     if args.out:
-        draw = partial(curves_svg, curves, samples=samples, backend=ranks.backend)
+        draw = partial(
+            curves_svg, curves, samples=samples, backend=ranks.backend
+        )
         page = partial(frame, f"collectives over {ranks.backend}")
         write(
             args.out,
@@ -236,15 +279,21 @@ def _collectives(argv: list[str]) -> int:
     figures = {
         "backend": ranks.backend,
         "samples": [
-            asdict(s) | {"algorithm": s.algorithm, "factor": s.factor, "bus": s.bus}
+            asdict(s)
+            | {"algorithm": s.algorithm, "factor": s.factor, "bus": s.bus}
             for s in samples
         ],
         "curves": [asdict(curve) for curve in curves],
-        "forms": [asdict(growth) | {"better": growth.better} for growth in forms],
+        "forms": [
+            asdict(growth) | {"better": growth.better} for growth in forms
+        ],
     }
     right = all(sample.correct for sample in samples)
     return result(
-        args, figures, collectives_text(samples, ranks.backend, forms), good=right
+        args,
+        figures,
+        collectives_text(samples, ranks.backend, forms),
+        good=right,
     )
 
 
@@ -292,15 +341,27 @@ def collectives_text(
     for s in samples:
         size, time = binary_text(s.bytes), seconds_text(s.seconds)
         span = f"{seconds_text(s.least)}..{seconds_text(s.most)}"
-        rates = f"{s.algorithm / 1e9:.3f} GB/s", f"{s.factor:.3f}", f"{s.bus / 1e9:.3f}"
+        rates = (
+            f"{s.algorithm / 1e9:.3f} GB/s",
+            f"{s.factor:.3f}",
+            f"{s.bus / 1e9:.3f}",
+        )
         right = "right" if s.correct else "WRONG"
         rows.append((s.op, group_text(s), size, time, span, *rates, right))
         if s.halves:
             ratio = f"{s.halves / s.seconds:.2f}"
             halves.append((s.ranks, size, time, seconds_text(s.halves), ratio))
     for c in fit_all(samples, backend):
-        found = seconds_text(c.latency), rate_text(c.bandwidth), f"{c.error:.0%}"
-        beyond = f"{rate_text(c.beyond)} beyond {binary_text(c.bend)}" if c.bend else ""
+        found = (
+            seconds_text(c.latency),
+            rate_text(c.bandwidth),
+            f"{c.error:.0%}",
+        )
+        beyond = (
+            f"{rate_text(c.beyond)} beyond {binary_text(c.bend)}"
+            if c.bend
+            else ""
+        )
         curves.append((c.op, group_text(c), *found, beyond))
     for g in forms:
         ranks = ",".join(map(str, g.ranks))
@@ -313,11 +374,20 @@ def collectives_text(
     if halves:
         text += "\nall-reduce = reduce-scatter then all-gather: the same values, these times\n"
         text += text_table(
-            ("ranks", "S", "all-reduce", "in two steps", "ratio"), halves, indent=2
+            ("ranks", "S", "all-reduce", "in two steps", "ratio"),
+            halves,
+            indent=2,
         )
     if curves:
         text += "\nfitted: latency of a step, bus bandwidth for large S, median error of the fit\n"
-        curve = ("operation", "ranks", "latency", "bandwidth", "error", "beyond")
+        curve = (
+            "operation",
+            "ranks",
+            "latency",
+            "bandwidth",
+            "error",
+            "beyond",
+        )
         text += text_table(curve, curves, left="lrrrrl", indent=2)
     if not forms:
         more = "one group size cannot tell; measure two, as with --groups 2,4."
@@ -349,12 +419,16 @@ def _matmul(argv: list[str]) -> int:
     parser = _parser(_matmul.__doc__, 60.0, "time limit in total")
     _add_device(parser)
     add = parser.add
-    dtypes = (
-        "dtypes, separated by commas: bf16, fp16, tf32, fp32, fp64; default by device"
-    )
+    dtypes = "dtypes, separated by commas: bf16, fp16, tf32, fp32, fp64; default by device"
     add("--dtype", dest="dtypes", type=_dtypes, metavar="DTYPE", help=dtypes)
     sizes = "sides of square matmuls: 512:32768 (doubling), or 512,768"
-    add("--sizes", type=_lengths, default="512:32768", metavar="SIZES", help=sizes)
+    add(
+        "--sizes",
+        type=_lengths,
+        default="512:32768",
+        metavar="SIZES",
+        help=sizes,
+    )
     add("--model", help="model whose matmuls are measured; default by device")
     add(
         "--tokens",
@@ -368,12 +442,16 @@ def _matmul(argv: list[str]) -> int:
 
     device = _device(args, ("dtypes", "model", "tokens"))
     squares = square_products(args.dtypes, args.sizes)
-    wide = decoder_products(shape or Shape.load(args.model), args.tokens, args.dtypes)
+    wide = decoder_products(
+        shape or Shape.load(args.model), args.tokens, args.dtypes
+    )
     done: list[MatrixProduct] = []
     if not args.json:
         say(f"{device.known()}\n\n{PRODUCT_HEAD}")
     for products, share in ((squares, 0.7), (wide, 0.3)):
-        for product in measure_products(device, products, limit=args.limit * share):
+        for product in measure_products(
+            device, products, limit=args.limit * share
+        ):
             done.append(product)
             if not args.json:
                 say(product_line(product, device, done), flush=True)
@@ -384,14 +462,19 @@ def _matmul(argv: list[str]) -> int:
         series = [
             Series(
                 name,
-                tuple((float(p.n), p.rate / 1e12) for p in square if p.dtype == name),
+                tuple(
+                    (float(p.n), p.rate / 1e12)
+                    for p in square
+                    if p.dtype == name
+                ),
             )
             for name in dict.fromkeys(p.dtype for p in square)
         ]
         title = f"matmuls on {device.name}"
         save(args.out, chart(title, series, across, up, [device.known()]))
     rows = [
-        asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate}
+        asdict(p)
+        | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate}
         for p in done
     ]
     figures = {
@@ -473,7 +556,9 @@ def of_peak(rate: float, peak: float) -> str:
     wrong."""
     if not peak:
         return "peak unknown"
-    more = " (above 100 %: the catalogue's peak is wrong)" if rate > peak else ""
+    more = (
+        " (above 100 %: the catalogue's peak is wrong)" if rate > peak else ""
+    )
     return f"{rate / peak:.0%} of the catalogue's peak{more}"
 
 
@@ -492,8 +577,16 @@ def _mfu(argv: list[str]) -> int:
         help="default by device",
     )
     add("--layers", default=8, help="layers of the MLP")
-    add("--width", type=whole(1, LONGEST), help="width of the MLP; default by device")
-    add("--rows", type=whole(), help="rows of the MLP's input; default: its width")
+    add(
+        "--width",
+        type=whole(1, LONGEST),
+        help="width of the MLP; default by device",
+    )
+    add(
+        "--rows",
+        type=whole(),
+        help="rows of the MLP's input; default: its width",
+    )
     add("--model", help="model whose block is measured; default by device")
     add("--batch", default=1, help="sequences in the block's batch")
     add("--seq", help="tokens in each sequence; default by device")
@@ -505,7 +598,9 @@ def _mfu(argv: list[str]) -> int:
     refuse_large(need, f"an MLP of {args.layers:,} layers", way_out)
     hidden = Shape.load(args.model or _default("model")).hidden
     kept = 2.0 * args.batch * (args.seq or _default("seq")) * hidden
-    refuse_large(kept, f"a batch of {args.batch:,}", "Write a smaller --batch or --seq")
+    refuse_large(
+        kept, f"a batch of {args.batch:,}", "Write a smaller --batch or --seq"
+    )
     from ..bench import (
         WideMlp,
         measure_block,
@@ -516,7 +611,9 @@ def _mfu(argv: list[str]) -> int:
 
     device = _device(args, ("dtype", "width", "model", "seq"))
     products = square_products([args.dtype], _default("squares", device.kind))
-    best = max(p.rate for p in measure_products(device, products, limit=args.limit))
+    best = max(
+        p.rate for p in measure_products(device, products, limit=args.limit)
+    )
     mlp = WideMlp(args.layers, args.width, args.rows or args.width)
     shape = Shape.load(args.model)
     done = [
@@ -528,27 +625,47 @@ def _mfu(argv: list[str]) -> int:
     peak = device.peak(args.dtype)
     rows = [
         asdict(x)
-        | {"mfu": x.share(peak) if peak else None, "of_best_measured": x.share(best)}
+        | {
+            "mfu": x.share(peak) if peak else None,
+            "of_best_measured": x.share(best),
+        }
         for x in done
     ]
-    figures = {"device": device.name, "peak": peak or None, "best_measured": best}
+    figures = {
+        "device": device.name,
+        "peak": peak or None,
+        "best_measured": best,
+    }
     return result(
-        args, figures | {"iterations": rows}, iterations_text(done, device, best)
+        args,
+        figures | {"iterations": rows},
+        iterations_text(done, device, best),
     )
 
 
-def iterations_text(done: Sequence[Iteration], device: LocalDevice, best: float) -> str:
+def iterations_text(
+    done: Sequence[Iteration], device: LocalDevice, best: float
+) -> str:
     """Return each iteration's time beside the time that its matmuls need."""
     dtype = done[0].dtype
     peak = device.peak(dtype)
-    lines = [device.known(), f"best matmul measured in {dtype}: {flops_text(best)}"]
+    lines = [
+        device.known(),
+        f"best matmul measured in {dtype}: {flops_text(best)}",
+    ]
     if peak:
         share = of_peak(best, peak)
-        lines.append(f"the catalogue's peak in {dtype}: {flops_text(peak)}; {share}")
+        lines.append(
+            f"the catalogue's peak in {dtype}: {flops_text(peak)}; {share}"
+        )
     of = peak or best
     for x in done:
-        shares = [f"{'MFU' if peak else 'of the best measured rate'} {x.share(of):.1%}"]
-        shares += [f"{x.share(best):.1%} of the best measured rate"] * bool(peak)
+        shares = [
+            f"{'MFU' if peak else 'of the best measured rate'} {x.share(of):.1%}"
+        ]
+        shares += [f"{x.share(best):.1%} of the best measured rate"] * bool(
+            peak
+        )
         full = f" (attention causal; {x.flops_full / of / x.seconds:.1%} counted full)"
         lines += [
             "",
@@ -598,7 +715,9 @@ def _overlap(argv: list[str]) -> int:
     if args.copy:
         need = 2.0 * args.copy * count
         refuse_large(
-            need, f"--copy {binary_text(args.copy)}", "Write fewer bytes, as 32M"
+            need,
+            f"--copy {binary_text(args.copy)}",
+            "Write fewer bytes, as 32M",
         )
     from ..bench import measure_copies, measure_messages
 
@@ -608,15 +727,28 @@ def _overlap(argv: list[str]) -> int:
     # Of a launcher's ranks one copies and prints; all of them send.
     if not ranks.quiet:
         sizes = {"size": args.size, "copied": args.copy}
-        done = measure_copies(device, **sizes, dtype=args.dtype, limit=args.limit)
-    if device.kind == "cpu" or device.count > 1 or args.ranks or ranks.launched:
+        done = measure_copies(
+            device, **sizes, dtype=args.dtype, limit=args.limit
+        )
+    if (
+        device.kind == "cpu"
+        or device.count > 1
+        or args.ranks
+        or ranks.launched
+    ):
         done += (
-            ranks.run(measure_messages, args.size, args.copy, args.dtype, args.limit)
+            ranks.run(
+                measure_messages, args.size, args.copy, args.dtype, args.limit
+            )
             or []
         )
     if not ranks.quiet:
         rows = [asdict(x) | {"hidden": x.hidden} for x in done]
-        result(args, {"device": device.name, "overlaps": rows}, overlaps_text(done))
+        result(
+            args,
+            {"device": device.name, "overlaps": rows},
+            overlaps_text(done),
+        )
     return 0
 
 

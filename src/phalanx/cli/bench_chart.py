@@ -38,7 +38,9 @@ def curves_svg(
         points = tuple((float(s.bytes), s.bus / 1e9) for s in mine)
         line = tuple((float(n), curve.bus(n) / 1e9) for n in sizes)
         series.append(
-            Series(f"{curve.op} x {curve.ranks}{apart}", points, line, tips=tips)
+            Series(
+                f"{curve.op} x {curve.ranks}{apart}", points, line, tips=tips
+            )
         )
     backend = backend or ", ".join(sorted({curve.backend for curve in curves}))
     note = (
@@ -50,7 +52,9 @@ def curves_svg(
         ChartAxis("S", binary_text, 16),
         ChartAxis("bus bandwidth in GB/s", "{:g}".format),
     )
-    return panels(f"collectives over {backend}", series, across, up, [note], width)
+    return panels(
+        f"collectives over {backend}", series, across, up, [note], width
+    )
 
 
 def _sizes(curve: Curve) -> list[int]:

@@ -40,7 +40,9 @@ def run(argv: list[str]) -> int:
         )
     vocabulary.refuse_chats()
     generator = open_generator(source)
-    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages = (
+        [{"role": "system", "content": args.system}] if args.system else []
+    )
     asks = sys.stdin.isatty()
     while True:
         if asks:
@@ -54,7 +56,9 @@ def run(argv: list[str]) -> int:
         prompt = vocabulary.chat_prompt(messages)
         answer = ""
         sampling = sampling_of(args, len(messages))
-        for piece in continued(generator, vocabulary, prompt, args.tokens, sampling):
+        for piece in continued(
+            generator, vocabulary, prompt, args.tokens, sampling
+        ):
             say(piece, end="", flush=True)
             answer += piece
         say()

@@ -75,20 +75,34 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv, intermixed=True)
     if args.file is not None:
         return _trainers_file(args)
-    if wrong := [name for name in _WITH_FROM if getattr(args, name) is not None]:
+    if wrong := [
+        name for name in _WITH_FROM if getattr(args, name) is not None
+    ]:
         raise UsageError(f"--{wrong[0]} goes with --from.")
     if not args.what:
-        raise UsageError("name a layout, a run file, a program file, or --from FILE.")
+        raise UsageError(
+            "name a layout, a run file, a program file, or --from FILE."
+        )
     text = " ".join(args.what)
     run_ = run_of_words(args.what, args.layout)
     if run_ is not None or args.model is not None:
-        names = ("batch", "sequence", "device", "cluster", "optimizer", "clip", "sums")
+        names = (
+            "batch",
+            "sequence",
+            "device",
+            "cluster",
+            "optimizer",
+            "clip",
+            "sums",
+        )
         terms: Any = {name: getattr(args, name) for name in names}
         checked = check_layout(run_ or text, args.model or "", **terms)
         good = checked.fits and checked.right
         return result(args, checked.figures, str(checked), good=good)
     if args.sums:
-        raise UsageError("the sums over ranks depend on the model: add --model.")
+        raise UsageError(
+            "the sums over ranks depend on the model: add --model."
+        )
     if args.device or args.cluster:
         raise UsageError(
             "the memory that a layout needs depends on its model: add --model."
@@ -123,7 +137,11 @@ def _trainers_file(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--from names what is checked; {args.what[0][:60]!r} is one too many."
         )
-    beside = {"device": args.device, "optimizer": args.optimizer, "sums": args.sums}
+    beside = {
+        "device": args.device,
+        "optimizer": args.optimizer,
+        "sums": args.sums,
+    }
     beside["layout"] = args.layout
     if wrong := [name for name, value in beside.items() if value]:
         raise UsageError(f"--{wrong[0]} does not go with --from.")

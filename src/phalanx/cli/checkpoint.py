@@ -30,11 +30,18 @@ from .usage import UsageError, complain, refuse_irregular, result, say
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__, json=False)
-    commands = {"show": _show, "verify": _verify, "export": _export, "import": _import}
+    commands = {
+        "show": _show,
+        "verify": _verify,
+        "export": _export,
+        "import": _import,
+    }
     return chosen(parser, argv, commands)
 
 
-def _parser(text: str | None, source: str = "a run, or a checkpoint") -> Parser:
+def _parser(
+    text: str | None, source: str = "a run, or a checkpoint"
+) -> Parser:
     parser = Parser(text)
     parser.add("source", metavar="DIR", help=source)
     return parser
@@ -51,7 +58,9 @@ def _show(argv: list[str]) -> int:
     from ..train.checkpoint_format import read_manifest
 
     manifest = read_manifest(path)
-    weights = [tensor.shape for tensor in manifest.tensors if tensor.kind == "weight"]
+    weights = [
+        tensor.shape for tensor in manifest.tensors if tensor.kind == "weight"
+    ]
     figures: dict[str, object] = {
         "path": str(path),
         "step": manifest.step,
@@ -76,7 +85,9 @@ def _show(argv: list[str]) -> int:
             value = ", ".join(f"{k} {v}" for k, v in value.items())
         rows.append((key, f"{value:,}" if type(value) is int else value))
     table = text_table((), rows, left="rl")
-    return result(args, figures | {"older": [str(path) for path in older]}, table)
+    return result(
+        args, figures | {"older": [str(path) for path in older]}, table
+    )
 
 
 def _verify(argv: list[str]) -> int:
@@ -100,9 +111,13 @@ def _verify(argv: list[str]) -> int:
 def _export(argv: list[str]) -> int:
     """`phalanx checkpoint export`: writes a folder that transformers can load."""
     parser = _parser(_export.__doc__)
-    parser.add_output("--to", folder=True, required=True, help="folder to write")
+    parser.add_output(
+        "--to", folder=True, required=True, help="folder to write"
+    )
     named = "model_type to write if several fit, such as mistral for llama"
-    parser.add("--family", default="", choices=FAMILIES, metavar="NAME", help=named)
+    parser.add(
+        "--family", default="", choices=FAMILIES, metavar="NAME", help=named
+    )
     parser.add(
         "--dtype",
         default="",

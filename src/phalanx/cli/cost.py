@@ -38,7 +38,12 @@ def run(argv: list[str]) -> int:
         metavar="LAYOUT",
         help='such as "tp4 seq bf16"; default: one rank',
     )
-    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="the model")
+    add(
+        "--model",
+        default="8b",
+        metavar="SHAPE|FILE.py:Class",
+        help="the model",
+    )
     add("--rows", type=whole(), default=1, help="sequences of a microbatch")
     add(
         "--sequence",
@@ -65,9 +70,9 @@ def run(argv: list[str]) -> int:
     batch = max(shape.batch, layout.data * layout.microbatches)
     refuse_illegal(layout, shape, batch=batch, sequence=args.sequence)
     cut, model = piece_layout(layout), args.model if make else shape
-    pieces = cached_costs(model, [layout], sequence=args.sequence, target=args.target)[
-        cut
-    ]
+    pieces = cached_costs(
+        model, [layout], sequence=args.sequence, target=args.target
+    )[cut]
     # Pieces of the program by equal cost.
     alike = defaultdict[Callable[[float], PieceCost], list[int]](list)
     parts = (part for piece in pieces for part in piece.parts)
@@ -88,7 +93,8 @@ def run(argv: list[str]) -> int:
         "sequence": args.sequence or shape.sequence,
         "target": args.target,
         "pieces": [
-            {"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds
+            {"pieces": numbers, **_facts(cut, found)}
+            for numbers, found in kinds
         ],
         **(
             {"newton_schulz": [{"flops": f, "moved": b} for f, b in work]}
@@ -108,7 +114,9 @@ def run(argv: list[str]) -> int:
         lines += _lines(cut, numbers, found)
         if muon and work[n][0]:
             flops, moved = map(si_text, work[n])
-            lines += [f"  Newton-Schulz, once a step: {flops} FLOPs, {moved}B moved"]
+            lines += [
+                f"  Newton-Schulz, once a step: {flops} FLOPs, {moved}B moved"
+            ]
         lines += [""]
     return result(args, figures, text + "\n".join(lines))
 
@@ -120,7 +128,9 @@ def _operations(cut: Layout, found: PieceCost) -> dict[str, Load]:
         loads[ops.WEIGHT_GRADIENT] = found.weight_gradient
     else:
         loads[ops.BACKWARD] = found.backward
-    return loads | ({ops.RECOMPUTE_PART: found.again} if found.selected else {})
+    return loads | (
+        {ops.RECOMPUTE_PART: found.again} if found.selected else {}
+    )
 
 
 def _facts(cut: Layout, found: PieceCost) -> dict[str, object]:
@@ -137,7 +147,10 @@ def _facts(cut: Layout, found: PieceCost) -> dict[str, object]:
         name: {"flops": load.flops, "flops_full": _full(load), **asdict(load)}
         for name, load in _operations(cut, found).items()
     }
-    return {**{name: getattr(found, name) for name in sizes}, "operations": loads}
+    return {
+        **{name: getattr(found, name) for name in sizes},
+        "operations": loads,
+    }
 
 
 def _full(load: Load) -> float:
@@ -188,11 +201,15 @@ def _messages(load: Load) -> list[str]:
 def _multiplied(load: Load) -> list[str]:
     """List the matmuls by shape, m x k x n, and attention as queries x keys."""
     shapes = Counter(
-        ("" if p.batch == 1 else f"{p.batch:g} of ") + f"{p.m:g}x{p.k:g}x{p.n:g}"
+        ("" if p.batch == 1 else f"{p.batch:g} of ")
+        + f"{p.m:g}x{p.k:g}x{p.n:g}"
         for p in load.products
     )
     cores = Counter(
         f"attention {a.queries:g}x{a.keys:g}{' causal' * bool(a.causal)}"
         for a in load.attention
     )
-    return [f"{n} {shape}" if n > 1 else shape for shape, n in (shapes + cores).items()]
+    return [
+        f"{n} {shape}" if n > 1 else shape
+        for shape, n in (shapes + cores).items()
+    ]

@@ -44,7 +44,9 @@ _LEFT_OUT = {
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__, json=False)
-    return chosen(parser, argv, {"prepare": _prepare, "show": _show, "verify": _verify})
+    return chosen(
+        parser, argv, {"prepare": _prepare, "show": _show, "verify": _verify}
+    )
 
 
 def _parser(text: str | None) -> Parser:
@@ -63,10 +65,14 @@ def _prepare(argv: list[str]) -> int:
     parser.add_output(
         "--out", folder=True, required=True, help="folder of the token files"
     )
-    what = "a tokenizer.json, or its folder with a chat template; default: bytes"
+    what = (
+        "a tokenizer.json, or its folder with a chat template; default: bytes"
+    )
     parser.add("--tokenizer", metavar="PATH", help=what)
     parser.add(
-        "--end", metavar="TOKEN", help="the token that closes each document of text"
+        "--end",
+        metavar="TOKEN",
+        help="the token that closes each document of text",
     )
     what = "column; default text, messages, conversations, or prompt and completion"
     parser.add("--field", default="", metavar="NAME", help=what)
@@ -81,7 +87,9 @@ def _prepare(argv: list[str]) -> int:
     what = "unreadable rows: skip and list them, or stop"
     parser.add("--on-bad", choices=_BAD, default=_BAD[0], help=what)
     parser.add(
-        "--workers", type=whole(1, 4096), help="processes; default: one for each core"
+        "--workers",
+        type=whole(1, 4096),
+        help="processes; default: one for each core",
     )
     args = parser.read(argv)
     from ..train.data.vocabulary import open_vocabulary
@@ -121,13 +129,17 @@ def prepare_shown(
     known = Path(out, "index.json").exists()
     if source.startswith(HUB):
         source = data_folder(source.removeprefix(HUB))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True
+    ) as bar:
         task = bar.add_task("tokens", total=None)
         done = prepare(
             Path(source),
             Path(out),
             vocabulary,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=lambda done, total: bar.update(
+                task, completed=done, total=total
+            ),
             **how,
         )
     if done.skipped and not known:
@@ -143,7 +155,9 @@ def prepare_shown(
 def left_out(done: Prepared) -> str:
     """Count the skipped documents, as the end of a sentence."""
     counts = {what: getattr(done, name) for name, what in _LEFT_OUT.items()}
-    text = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    text = ", ".join(
+        f"{count:,} {what}" for what, count in counts.items() if count
+    )
     return f"; left out: {text}" if text else ""
 
 
@@ -153,18 +167,27 @@ def _show(argv: list[str]) -> int:
     return _shown(args.source, args)
 
 
-def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) -> int:
+def _shown(
+    source: str, args: argparse.Namespace, done: Prepared | None = None
+) -> int:
     from ..train.data.token_files import open_corpus
 
     corpus = open_corpus(source)
     streams = {
         name: {"tokens": stream.size, "documents": len(stream.starts) - 1}
-        for name, stream in (("train", corpus.train), ("validation", corpus.validation))
+        for name, stream in (
+            ("train", corpus.train),
+            ("validation", corpus.validation),
+        )
     }
     kept = ("name", "vocab", "bytes_per_token", "fingerprint")
-    figures: dict[str, Any] = {name: getattr(corpus, name) for name in kept} | streams
+    figures: dict[str, Any] = {
+        name: getattr(corpus, name) for name in kept
+    } | streams
     vocabulary = (
-        f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an unknown vocabulary"
+        f"a vocabulary of {corpus.vocab:,}"
+        if corpus.vocab
+        else "an unknown vocabulary"
     )
     rows = [
         (name, f"{x['tokens']:,}", f"tokens in {x['documents']:,} documents")
@@ -174,11 +197,15 @@ def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) 
     if corpus.bytes_per_token:
         text += f", {corpus.bytes_per_token:.2f} bytes of text a token"
     if done is not None:
-        counts = {name: getattr(done, name) for name in ("answers", *_LEFT_OUT)}
+        counts = {
+            name: getattr(done, name) for name in ("answers", *_LEFT_OUT)
+        }
         figures |= {"form": done.form, **counts}
         text += f"\n{done.form}{left_out(done)}"
         if done.answers:
-            rows.append(("answers", f"{done.answers:,}", "tokens are trained on"))
+            rows.append(
+                ("answers", f"{done.answers:,}", "tokens are trained on")
+            )
     return result(
         args, figures, f"{text}\n{text_table((), rows, left='lrl', indent=2)}"
     )
@@ -190,11 +217,15 @@ def _verify(argv: list[str]) -> int:
     from ..train.data.token_files import INDEX, verify_prepared
 
     path = Path(args.source)
-    if not any(os.path.lexists(path / name) for name in (INDEX, "train.tokens")):
+    if not any(
+        os.path.lexists(path / name) for name in (INDEX, "train.tokens")
+    ):
         raise UsageError(
             f"{path} is not a prepared corpus: there is no {path / INDEX}. `phalanx data prepare` makes"
             " one of text; other forms have no checksums to verify."
         )
     faults = verify_prepared(path)
     text = "\n".join(faults) or f"{args.source}: every checksum matches"
-    return result(args, {"sound": not faults, "faults": faults}, text, good=not faults)
+    return result(
+        args, {"sound": not faults, "faults": faults}, text, good=not faults
+    )

@@ -46,12 +46,16 @@ def run(argv: list[str]) -> int:
     out, alone = Path(args.out), Path(f"{args.out}-one-process")
     try_folder(str(alone))
     for old in (out, alone):
-        if (old / "metrics.jsonl").is_file():  # only what an earlier demo wrote
+        if (
+            old / "metrics.jsonl"
+        ).is_file():  # only what an earlier demo wrote
             shutil.rmtree(old)
     figures = _play(out, alone)
     figures["seconds"] = round(time.monotonic() - begun, 1)
     text = f"{figures['seconds']} s. The page of the run: {figures['report']}"
-    return result(args, figures, text, good=figures["agrees"] and figures["fell"])
+    return result(
+        args, figures, text, good=figures["agrees"] and figures["fell"]
+    )
 
 
 def _play(out: Path, alone: Path) -> dict[str, Any]:
@@ -134,9 +138,14 @@ def _watch(out: Path, *, kill: bool) -> None:
                     progress(f"   {line}")
                 if record["event"] == "end":
                     return
-                if kill and record["event"] == "step" and record["step"] >= KILL:
+                if (
+                    kill
+                    and record["event"] == "step"
+                    and record["step"] >= KILL
+                ):
                     ranks = [
-                        child.pid or 0 for child in multiprocessing.active_children()
+                        child.pid or 0
+                        for child in multiprocessing.active_children()
                     ]
                     if ranks:
                         os.kill(max(ranks), signal.SIGKILL)

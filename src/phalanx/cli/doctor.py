@@ -87,8 +87,16 @@ def run(argv: list[str]) -> int:
     )
     add("--backend")
     add("--model", default="124m", help="model whose matmuls are measured")
-    add("--limit", default=60.0, help="approximate time for all measurements of --out")
-    add("--with-host", action="store_true", help="include the host's name in the file")
+    add(
+        "--limit",
+        default=60.0,
+        help="approximate time for all measurements of --out",
+    )
+    add(
+        "--with-host",
+        action="store_true",
+        help="include the host's name in the file",
+    )
     args = parser.read(argv)
     Shape.load(args.model)
     from ..bench import local_device
@@ -113,9 +121,14 @@ def _hang(args: argparse.Namespace) -> Shown:
         )
     found, lines = described(seen)
     if seen.elsewhere:
-        hosts = ", ".join(seen.elsewhere[:8]) + ", ..." * (len(seen.elsewhere) > 8)
+        hosts = ", ".join(seen.elsewhere[:8]) + ", ..." * (
+            len(seen.elsewhere) > 8
+        )
         lines += ["", f"more ranks run on {hosts}: run the command there"]
-    figures = {"hangs": found.hangs, "ranks": [state.to_json() for state in seen.ranks]}
+    figures = {
+        "hangs": found.hangs,
+        "ranks": [state.to_json() for state in seen.ranks],
+    }
     return figures, "\n".join(lines)
 
 
@@ -126,8 +139,12 @@ def _measure(args: argparse.Namespace, here: LocalDevice) -> int:
     from ..bench import Thoroughness, measure_machine
 
     ranks, host = args.ranks or 0, args.with_host
-    options = Thoroughness(args.limit, ranks, args.backend, args.model, with_host=host)
-    machine = measure_machine(here, options, lambda line: progress(f"measuring {line}"))
+    options = Thoroughness(
+        args.limit, ranks, args.backend, args.model, with_host=host
+    )
+    machine = measure_machine(
+        here, options, lambda line: progress(f"measuring {line}")
+    )
     save(args.out, machine.text())
     lines = [*_identity(here), *_machine_lines(machine), f"wrote {args.out}"]
     return result(args, asdict(machine), "\n".join(lines))
@@ -155,7 +172,9 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
         lines.append(f"memory, {store.name}: {rate_text(store.bandwidth)}{of}")
     if here.kind == "cuda":
         lines += [*_attention_lines(here), *topology.lines()]
-        lines += [f"{name}: {os.environ.get(name, 'not set')}" for name in SETTINGS]
+        lines += [
+            f"{name}: {os.environ.get(name, 'not set')}" for name in SETTINGS
+        ]
     lines.append("For everything else: phalanx doctor --out machine.toml")
     return result(args, figures, "\n".join(lines))
 
@@ -196,23 +215,24 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
     for hidden in machine.hidden:
         yield f"{hidden.name}: {hidden.part:.0%} of the shorter hidden"
     for c in machine.curves:
-        speed = (
-            f"{seconds_text(c.latency)} a step, {rate_text(c.beyond or c.bandwidth)}"
-        )
+        speed = f"{seconds_text(c.latency)} a step, {rate_text(c.beyond or c.bandwidth)}"
         yield f"{c.op} of {group_text(c)} over {c.backend}: {speed}, error {c.error:.0%}"
 
 
 def _topology(args: argparse.Namespace) -> Shown:
     """`phalanx doctor topology`: shows which devices are linked to which."""
     topology = (
-        parse_topology(read(args.name, "topology")) if args.name else read_topology()
+        parse_topology(read(args.name, "topology"))
+        if args.name
+        else read_topology()
     )
     figures = {
         "devices": list(topology.devices),
         "names": list(topology.names),
         "links": [list(row) for row in topology.links],
         "groups": {
-            kind: [list(g) for g in topology.groups(kind)] for kind in topology.kinds
+            kind: [list(g) for g in topology.groups(kind)]
+            for kind in topology.kinds
         },
         "nics": {d: list(topology.nearest_nics(d)) for d in topology.devices},
         "cpus": [list(c) for c in topology.cpus],
@@ -228,20 +248,30 @@ def _devices(args: argparse.Namespace) -> Shown:
     """`phalanx doctor devices`: shows the specifications of devices, with sources."""
     chosen = [device(args.name)] if args.name else list(devices().values())
     figures = {
-        d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in chosen
+        d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}}
+        for d in chosen
     }
-    return figures, "\n".join(_device_lines(chosen[0])) if args.name else _devices_text(
-        chosen
-    )
+    return figures, "\n".join(
+        _device_lines(chosen[0])
+    ) if args.name else _devices_text(chosen)
 
 
 def _devices_text(chosen: Sequence[Device]) -> str:
     """Return one line for each device; peaks are dense."""
-    head = ("device", "bf16 TFLOP/s", FP8, FP32, "memory", "bandwidth", "FLOP/byte")
+    head = (
+        "device",
+        "bf16 TFLOP/s",
+        FP8,
+        FP32,
+        "memory",
+        "bandwidth",
+        "FLOP/byte",
+    )
     rows = []
     for d in chosen:
         peaks = [
-            f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-" for t in (BF16, FP8, FP32)
+            f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-"
+            for t in (BF16, FP8, FP32)
         ]
         memory = binary_text(d.memory.bytes), rate_text(d.memory.bandwidth)
         rows.append((d.name, *peaks, *memory, f"{d.ridge:.0f}"))
@@ -252,20 +282,24 @@ def _devices_text(chosen: Sequence[Device]) -> str:
 def _device_lines(device: Device) -> Iterator[str]:
     """Yield one device's specifications, derived values and sources."""
     yield f"{device.title}\n"
-    peaks = [(dtype, flops_text(device.peak(dtype))) for dtype in device.dtypes]
+    peaks = [
+        (dtype, flops_text(device.peak(dtype))) for dtype in device.dtypes
+    ]
     yield text_table((), peaks, indent=2).rstrip("\n")
     memory = device.memory
     yield f"  {memory.kind}: {binary_text(memory.bytes)} at {rate_text(memory.bandwidth)}"
     for way in map(link, device.links):
-        speeds = (
-            f"{rate_text(way.bandwidth)} in one direction, {rate_text(way.both)} both"
-        )
+        speeds = f"{rate_text(way.bandwidth)} in one direction, {rate_text(way.both)} both"
         yield f"  {way.title}: {speeds}"
     if chip := device.chip:
         made = f" of {chip.units_made} made" if chip.units_made else ""
         yield f"  {chip.units} units{made}, {chip.units * chip.cores:,} cores,"
         matrix = chip.matrix.get(BF16, 0)
-        each = f" x {matrix // chip.matrix_cores} FLOP" if chip.matrix_cores else ""
+        each = (
+            f" x {matrix // chip.matrix_cores} FLOP"
+            if chip.matrix_cores
+            else ""
+        )
         yield (
             f"  {chip.matrix_cores} matrix cores a unit{each} a cycle in bf16:"
             f" {chip.units} x {matrix} x {chip.matrix_clock_ghz} GHz = {flops_text(device.peak(BF16))}"
@@ -290,13 +324,23 @@ def _links(args: argparse.Namespace) -> Shown:
     rows = []
     for name, x in links().items():
         factor = x.all_reduce_factor
-        halved = f"all-reduce sends {factor:g} of a ring's bytes" if factor != 1 else ""
-        rows.append((name, x.title, rate_text(x.bandwidth), rate_text(x.both), halved))
-    text = text_table(("link", "", "one direction", "both", ""), rows, left="llrrl")
+        halved = (
+            f"all-reduce sends {factor:g} of a ring's bytes"
+            if factor != 1
+            else ""
+        )
+        rows.append(
+            (name, x.title, rate_text(x.bandwidth), rate_text(x.both), halved)
+        )
+    text = text_table(
+        ("link", "", "one direction", "both", ""), rows, left="llrrl"
+    )
     four = links()["nvlink4"].bandwidth
     for other in (links()["infiniband-ndr"], links()["infiniband-xdr"]):
         text += f"NVLink 4 is {four / other.bandwidth:.2g} times one port of {other.title}.\n"
-    return {n: asdict(x) | {"bandwidth": x.bandwidth} for n, x in links().items()}, text
+    return {
+        n: asdict(x) | {"bandwidth": x.bandwidth} for n, x in links().items()
+    }, text
 
 
 def _clusters(args: argparse.Namespace) -> Shown:
@@ -311,9 +355,15 @@ def _cluster_text(c: Cluster) -> str:
     rows = []
     for level in c.levels:
         share = f", {level.share:.2g} of the link" if level.share != 1 else ""
-        speed = f"{rate_text(level.bandwidth)} a device in one direction{share}"
+        speed = (
+            f"{rate_text(level.bandwidth)} a device in one direction{share}"
+        )
         rows.append(
-            (level.name, level.size or "...", f"by {link(level.link).title}: {speed}")
+            (
+                level.name,
+                level.size or "...",
+                f"by {link(level.link).title}: {speed}",
+            )
         )
     sizes = " x ".join(str(level.size or "...") for level in c.levels)
     text = f"{c.name}: {c.kind.title}, {sizes}\n{text_table((), rows, left='lrl', indent=2)}"
@@ -335,13 +385,17 @@ def _hierarchy(args: argparse.Namespace) -> Shown:
     rows = []
     for p in levels:
         size, read = (
-            (binary_text(p.bytes), seconds_text(p.to_read)) if p.bytes else ("-", "-")
+            (binary_text(p.bytes), seconds_text(p.to_read))
+            if p.bytes
+            else ("-", "-")
         )
         rows.append((p.name, size, rate_text(p.bandwidth), read, p.how))
     table = text_table(
         ("level", "size", "bandwidth", "to read all", ""), rows, left="lrrrl"
     )
-    return {"places": [asdict(level) for level in levels]}, f"{title}\n\n{table}"
+    return {
+        "places": [asdict(level) for level in levels]
+    }, f"{title}\n\n{table}"
 
 
 def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
@@ -358,11 +412,17 @@ def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
         speed = rate_text(level.bandwidth)
         rows.append(Bars(level.name, log - low, speed, below, tip=level.how))
     return bars(
-        title, rows, ["The length of a bar is the logarithm of its bytes per second."]
+        title,
+        rows,
+        ["The length of a bar is the logarithm of its bytes per second."],
     )
 
 
-_NAME = {"nargs": "?", "metavar": "NAME", "help": "only this one; default: all"}
+_NAME = {
+    "nargs": "?",
+    "metavar": "NAME",
+    "help": "only this one; default: all",
+}
 _FILE = {
     "nargs": "?",
     "metavar": "FILE",
@@ -371,7 +431,9 @@ _FILE = {
 _DEVICE = {"metavar": "NAME", "help": "a device, such as h100"}
 _RUN = {"metavar": "RUNDIR", "help": "the `out` folder of a run on this host"}
 # The function that shows each subject, and its argument.
-_SUBJECTS: dict[str, tuple[Callable[[argparse.Namespace], Shown], dict[str, str]]] = {
+_SUBJECTS: dict[
+    str, tuple[Callable[[argparse.Namespace], Shown], dict[str, str]]
+] = {
     "topology": (_topology, _FILE),
     "devices": (_devices, _NAME),
     "links": (_links, {}),

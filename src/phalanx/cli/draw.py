@@ -53,7 +53,16 @@ from ..program import (
 )
 from .parser import Parser, real, whole
 from .run_words import run_of_words
-from .usage import UsageError, print_json, read, result, save, say, screen, write
+from .usage import (
+    UsageError,
+    print_json,
+    read,
+    result,
+    save,
+    say,
+    screen,
+    write,
+)
 
 MOST = 4096  # maximum ranks in the picture of a mesh
 
@@ -67,7 +76,9 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv, intermixed=True)
     args.clip = args.clip or None
     given = {name: getattr(args, name) for name in StepTerms.__annotations__}
-    terms: Any = {name: value for name, value in given.items() if value is not None}
+    terms: Any = {
+        name: value for name, value in given.items() if value is not None
+    }
     run = run_of_words(args.what, args.layout)
     what = run or " ".join(args.what)
     if args.cluster and (args.model or run):
@@ -79,7 +90,11 @@ def run(argv: list[str]) -> int:
     formats = {**FORMATS, ".txt": lambda _: str(step.program)}
     if args.out:
         write(args.out, formats, picture)
-    _show(args, picture, _figures(step, picture, args.repeat) if args.json else {})
+    _show(
+        args,
+        picture,
+        _figures(step, picture, args.repeat) if args.json else {},
+    )
     return 0
 
 
@@ -98,7 +113,12 @@ def _parser() -> Parser:
     add = parser.add
     add("what", nargs="+", metavar="WHAT", help="what to draw; see below")
     parser.section("options for a schedule")
-    add("--stages", type=whole(1, 4096), metavar="P", help="pipeline stages; default 4")
+    add(
+        "--stages",
+        type=whole(1, 4096),
+        metavar="P",
+        help="pipeline stages; default 4",
+    )
     add("--microbatches", help="microbatches in a step; default 8")
     add(
         "--chunks",
@@ -176,7 +196,12 @@ def _show(
     elif args.out:
         say(
             "\n".join(
-                (picture.title, *picture.summary, *picture.notes, f"wrote {args.out}")
+                (
+                    picture.title,
+                    *picture.summary,
+                    *picture.notes,
+                    f"wrote {args.out}",
+                )
             )
         )
     else:
@@ -184,7 +209,9 @@ def _show(
         say(text(picture, width=width, colour=colour), end="", colour=colour)
 
 
-def _figures(step: StepProgram, picture: Picture, steps: int) -> dict[str, object]:
+def _figures(
+    step: StepProgram, picture: Picture, steps: int
+) -> dict[str, object]:
     return {
         "title": picture.title,
         "stages": step.stages,
@@ -251,7 +278,9 @@ def _mesh(argv: list[str]) -> int:
     tp part.
     """
     parser = Parser(_mesh.__doc__)
-    parser.add("layout", nargs="+", metavar="LAYOUT", help='such as "dp2 pp2 tp2"')
+    parser.add(
+        "layout", nargs="+", metavar="LAYOUT", help='such as "dp2 pp2 tp2"'
+    )
     parser.add(
         "--weight",
         default="",
@@ -270,7 +299,8 @@ def _mesh(argv: list[str]) -> int:
         save(args.out, mesh_svg(picture))
         text = f"{picture.title}\nwrote {args.out}"
     groups = {
-        axis: [list(g) for g in picture.mesh.groups([axis])] for axis in picture.axes
+        axis: [list(g) for g in picture.mesh.groups([axis])]
+        for axis in picture.axes
     }
     figures = {
         "layout": str(picture.layout),
@@ -303,7 +333,11 @@ def _recompute(argv: list[str]) -> int:
     simulated: one stage of N layers, one microbatch."""
     parser = Parser(_recompute.__doc__)
     parser.add("--layers", default=16, help="layers of the stage")
-    parser.add("--costs", metavar="K=T,...", help="costs of one layer; default F=1,B=2")
+    parser.add(
+        "--costs",
+        metavar="K=T,...",
+        help="costs of one layer; default F=1,B=2",
+    )
     args = parser.read(argv)
     costs = Costs(costs_of(args.costs, split=False))
     sizes = Sizes(kept=(1.0,) * args.layers, input=(1.0,) * args.layers)
@@ -311,12 +345,16 @@ def _recompute(argv: list[str]) -> int:
     pieces = plain_pieces([range(args.layers)])
     every = (f"every={2**k}" for k in range(1, args.layers.bit_length()))
     for mode in ("none", "all", *every, "sqrt"):
-        program = build(Layout(recompute=mode), pieces, StepOptions(agree=False))
+        program = build(
+            Layout(recompute=mode), pieces, StepOptions(agree=False)
+        )
         time, proof = simulate(program, costs).makespan, check(program, sizes)
         peak = (proof.bytes or proof.counts)[0]
         line = {
             "recompute": mode,
-            "recomputed": sum(op.kind == ops.RECOMPUTE for op in program.rows[0]),
+            "recomputed": sum(
+                op.kind == ops.RECOMPUTE for op in program.rows[0]
+            ),
             "time": time,
             "against_none": time / table[0]["time"] if table else 1.0,
             "peak": peak.total,

@@ -34,7 +34,9 @@ def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add_source(parser)
     add = parser.add
-    add("--data", default="", metavar="PATH", help="text, chats or token files")
+    add(
+        "--data", default="", metavar="PATH", help="text, chats or token files"
+    )
     add(
         "--split",
         choices=_SPLITS,
@@ -55,7 +57,12 @@ def run(argv: list[str]) -> int:
     )
     what = "a tokenizer.json or its folder; default: that of the run"
     add("--tokenizer", default="", metavar="PATH", help=what)
-    add("--tasks", default="", metavar="A,B", help="tasks of lm-eval, instead of data")
+    add(
+        "--tasks",
+        default="",
+        metavar="A,B",
+        help="tasks of lm-eval, instead of data",
+    )
     what = "with --tasks: number of documents of each task"
     add("--limit", type=whole(1, 1 << 30), metavar="N", help=what)
     add(
@@ -65,7 +72,9 @@ def run(argv: list[str]) -> int:
     )
     args = parser.read(argv)
     if args.tasks and (args.data or args.field):
-        raise UsageError("--tasks has its own text: leave --data and --field out.")
+        raise UsageError(
+            "--tasks has its own text: leave --data and --field out."
+        )
     if not args.tasks and (args.limit or args.shots is not None):
         raise UsageError("--limit and --shots need --tasks.")
     source = source_of(args.source)
@@ -86,20 +95,26 @@ def _text(args: argparse.Namespace, source: str) -> int:
     hub = source.startswith(HUB)
     run = Run() if hub else run_of(source)
     if hub and not args.data:
-        raise UsageError(f"{source} has no data of its own. Name some: --data PATH")
+        raise UsageError(
+            f"{source} has no data of its own. Name some: --data PATH"
+        )
     paths = [args.data] if args.data else [path for path, _ in run.sources]
     vocabulary = vocabulary_if_known(source, args.tokenizer)
     with ExitStack() as stack:
         named = {"field": args.field} if args.field else {}
         corpora = tuple(
-            stack.enter_context(text_corpus(path, vocabulary, args.split, **named))
+            stack.enter_context(
+                text_corpus(path, vocabulary, args.split, **named)
+            )
             for path in paths
         )
         model, weights = model_of(source)
         shape = model.shape
         assert shape is not None  # set for every decoder read from a file
         length = args.sequence or run.sequence
-        length = length or (min(shape.sequence, _SEQUENCE) if hub else shape.sequence)
+        length = length or (
+            min(shape.sequence, _SEQUENCE) if hub else shape.sequence
+        )
         if shape.positions == "learned" and length > shape.sequence:
             raise UsageError(
                 f"--sequence {length}: the model has learned {shape.sequence} positions."
@@ -114,7 +129,9 @@ def _text(args: argparse.Namespace, source: str) -> int:
             found = text_loss(
                 reader,
                 batches,
-                lambda done, total: bar.update(task, completed=done, total=total),
+                lambda done, total: bar.update(
+                    task, completed=done, total=total
+                ),
             )
     figures: dict[str, Any] = {
         "source": source,
@@ -166,4 +183,6 @@ def _tasks(args: argparse.Namespace, source: str) -> int:
     )
     rows = task_rows(scores)
     figures = {"source": source, "tasks": scores}
-    return result(args, figures, f"{source}\n{text_table((), rows, left='llr')}")
+    return result(
+        args, figures, f"{source}\n{text_table((), rows, left='llr')}"
+    )

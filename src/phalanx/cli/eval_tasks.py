@@ -52,7 +52,9 @@ def task_scores(
     model = model_class(base)(generator, vocabulary, longest)
     terms = {"tasks": list(tasks), "limit": limit, "num_fewshot": shots}
     try:
-        found = lm_eval.simple_evaluate(model=model, task_manager=manager, **terms)
+        found = lm_eval.simple_evaluate(
+            model=model, task_manager=manager, **terms
+        )
     except OSError as error:  # from the hub or the network
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise TaskError(f"the data of {', '.join(tasks)}: {first}") from error
@@ -71,7 +73,11 @@ def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
 def task_rows(scores: Scores) -> list[tuple[str, str, str]]:
     """Return a row for each metric of each task."""
     return [
-        (task, name, f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
+        (
+            task,
+            name,
+            f"{value:.4f}" if isinstance(value, float) else f"{value:,}",
+        )
         for task, numbers in scores.items()
         for name, value in numbers.items()
     ]
@@ -87,7 +93,10 @@ def model_class(base: Any) -> Any:
         """Generator with lm-eval's model interface."""
 
         def __init__(
-            self, generator: Generator, vocabulary: Vocabulary, longest: int = 0
+            self,
+            generator: Generator,
+            vocabulary: Vocabulary,
+            longest: int = 0,
         ) -> None:
             super().__init__()
             self.generator, self.vocabulary = generator, vocabulary
@@ -99,7 +108,10 @@ def model_class(base: Any) -> Any:
             return 0 if self.vocabulary.end is None else self.vocabulary.end
 
         def tok_encode(
-            self, string: str, add_special_tokens: bool | None = None, **more: Any
+            self,
+            string: str,
+            add_special_tokens: bool | None = None,
+            **more: Any,
         ) -> list[int]:
             return self.vocabulary.prompt(string)
 
@@ -110,14 +122,18 @@ def model_class(base: Any) -> Any:
             # continuation).
             return [self._scored(prompt, rest) for _, prompt, rest in requests]
 
-        def _scored(self, prompt: list[int], rest: list[int]) -> tuple[float, bool]:
+        def _scored(
+            self, prompt: list[int], rest: list[int]
+        ) -> tuple[float, bool]:
             """Return the log-probability of a continuation, and whether greedy decoding
             yields it."""
             tokens = (prompt + rest)[-(self.longest + 1) :]
             count = min(len(rest), len(tokens) - 1)
             chances = self.generator.log_probabilities(tokens, count)
             wanted = tokens[-count:]
-            own = [row[token] for row, token in zip(chances, wanted, strict=True)]
+            own = [
+                row[token] for row, token in zip(chances, wanted, strict=True)
+            ]
             greedy = chances.argmax(-1).tolist() == wanted
             return float(sum(own)), greedy
 

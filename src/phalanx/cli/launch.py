@@ -77,7 +77,12 @@ _TIMES = {
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
-    add("system", choices=tuple(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS))
+    add(
+        "system",
+        choices=tuple(SYSTEMS),
+        metavar="SYSTEM",
+        help=", ".join(SYSTEMS),
+    )
     add(
         "words",
         nargs="+",
@@ -114,9 +119,9 @@ def run(argv: list[str]) -> int:
     values = _values(args)
     text = filled(file, values)
     if not args.submit:
-        figures = {name: values[name] for name in ("system", "nodes", "ranks")} | {
-            "text": text
-        }
+        figures = {
+            name: values[name] for name in ("system", "nodes", "ranks")
+        } | {"text": text}
         return result(args, figures, text)
     if shutil.which(submit[0]) is None:
         what = "is not installed here. Leave --submit out to print the text."
@@ -141,10 +146,18 @@ def filled(name: str, values: Mapping[str, object]) -> str:
         margin, lines, word = match.groups()
         part = lines or word
         text = str(values[part]) if part in values else filled(part, values)
-        return text if word else indent(f"{text.rstrip()}\n", margin) if text else ""
+        return (
+            text
+            if word
+            else indent(f"{text.rstrip()}\n", margin)
+            if text
+            else ""
+        )
 
     text = (_FOLDER / name).read_text(encoding="utf-8")
-    return re.sub(r"(?m)^( *)\{\{([\w.]+)\}\}\n|\{\{([\w.]+)\}\}", replaced, text)
+    return re.sub(
+        r"(?m)^( *)\{\{([\w.]+)\}\}\n|\{\{([\w.]+)\}\}", replaced, text
+    )
 
 
 def _refuse_unused(system: str, argv: Sequence[str]) -> None:
@@ -152,9 +165,13 @@ def _refuse_unused(system: str, argv: Sequence[str]) -> None:
     ignore."""
     given = {word.partition("=")[0] for word in argv}
     for option, name in _OF_SOME.items():
-        if f"--{option}" in given and name not in _names_in(SYSTEMS[system][0]):
+        if f"--{option}" in given and name not in _names_in(
+            SYSTEMS[system][0]
+        ):
             others = [
-                other for other, (file, _) in SYSTEMS.items() if name in _names_in(file)
+                other
+                for other, (file, _) in SYSTEMS.items()
+                if name in _names_in(file)
             ]
             raise UsageError(
                 f"--{option} is not an option of {system}: it is for {', '.join(others)}."
@@ -166,7 +183,9 @@ def _names_in(file: str) -> set[str]:
     """Return the names of the values that a template uses, including those of templates
     it includes."""
     names = set(
-        re.findall(r"\{\{([\w.]+)\}\}", (_FOLDER / file).read_text(encoding="utf-8"))
+        re.findall(
+            r"\{\{([\w.]+)\}\}", (_FOLDER / file).read_text(encoding="utf-8")
+        )
     )
     return names.union(*(_names_in(name) for name in names if "." in name))
 
@@ -210,7 +229,11 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
     fewest = max(1, min([nodes, *needed]))
     # In a container the run file has another path, and Ray's workers have their own
     # folders.
-    mounted = ["/etc/phalanx/run.toml", *words, f"out={Path('/workspace', plan.out)}"]
+    mounted = [
+        "/etc/phalanx/run.toml",
+        *words,
+        f"out={Path('/workspace', plan.out)}",
+    ]
     file = Path(files[0]).read_text(encoding="utf-8").rstrip("\n") + "\n"
     accelerators = f"accelerators: {args.accelerator}:{gpus}"
     return vars(args) | {
@@ -230,7 +253,9 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
         "sbatch_gpus": f"#SBATCH --gpus-per-node={gpus}" if gpus else "",
         "elastic_nodes": nodes if fewest == nodes else f"{fewest}:{nodes}",
         "container_words": ", ".join(map(_yaml_quoted, mounted)),
-        "resources": "resourcesPerNode" if args.system == "kubeflow" else "resources",
+        "resources": "resourcesPerNode"
+        if args.system == "kubeflow"
+        else "resources",
         "limits": f'nvidia.com/gpu: "{gpus}"' if gpus else f'cpu: "{ranks}"',
         "ray_words": repr([*words, f"out={Path(plan.out).absolute()}"]),
         "backend": NCCL if gpus else GLOO,
@@ -256,7 +281,9 @@ def _word(text: str) -> str:
     """Check an option that must be one word without special characters of YAML or a
     shell."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*", text):
-        what = f"is {text[:60]!r}; write letters, digits and any of . _ : / @ -"
+        what = (
+            f"is {text[:60]!r}; write letters, digits and any of . _ : / @ -"
+        )
         raise UsageError(f"{what}, a letter or digit first.")
     return text
 
@@ -269,7 +296,8 @@ def _time_limit(text: str) -> str:
     for pattern, units in _TIMES.items():
         if match := re.fullmatch(pattern, text, re.ASCII):
             seconds = sum(
-                int(x[:9]) * unit for x, unit in zip(match.groups(), units, strict=True)
+                int(x[:9]) * unit
+                for x, unit in zip(match.groups(), units, strict=True)
             )
             if seconds <= GRACE:
                 raise UsageError(
@@ -286,7 +314,9 @@ def _yaml_word(text: str) -> str:
     """Return a word as YAML, quoted if it would be read as a number, truth value or
     date."""
     plain = (
-        text[0].isalpha() and not text.endswith(":") and text.lower() not in _YAML_WORDS
+        text[0].isalpha()
+        and not text.endswith(":")
+        and text.lower() not in _YAML_WORDS
     )
     return text if plain else _yaml_quoted(text)
 
@@ -319,7 +349,9 @@ def _python_text(text: str) -> str:
     lines = text.removesuffix("\n").split("\n")
     if '"""' not in text and "\\" not in text and all(map(_shows, lines)):
         return f'"""\\\n{text}"""'
-    return "".join(["(\n", *(f"    {line + chr(10)!r}\n" for line in lines), ")"])
+    return "".join(
+        ["(\n", *(f"    {line + chr(10)!r}\n" for line in lines), ")"]
+    )
 
 
 def _shows(line: str) -> bool:

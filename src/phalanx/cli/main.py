@@ -18,8 +18,20 @@ from ..layout.device_environment import set_up
 from ..layout.files import reason
 from ..layout.output import output_scope
 from ..version import VERSION
-from .first_process import STOPPED, StoppedEarly, early_requests, leave_first_process
-from .usage import OutputError, UsageError, complain, nearest_word, say, silence
+from .first_process import (
+    STOPPED,
+    StoppedEarly,
+    early_requests,
+    leave_first_process,
+)
+from .usage import (
+    OutputError,
+    UsageError,
+    complain,
+    nearest_word,
+    say,
+    silence,
+)
 
 # Each verb is a module beside this file with run(argv) -> exit code. It is imported
 # only when its verb is used: most verbs need no torch and start at once.
@@ -184,7 +196,9 @@ def _run(argv: list[str]) -> int:
     if verb not in VERBS:
         verb = verb[:60]
         hint = nearest_word(verb, VERBS, 0.4)
-        raise UsageError(f"unknown verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")
+        raise UsageError(
+            f"unknown verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}."
+        )
     with early_requests(os.environ) if verb == "train" else nullcontext():
         if verb == "train":
             leave_first_process()

@@ -34,7 +34,9 @@ def device_memory(gpus: int, ranks: int) -> float:
     return torch.cuda.get_device_properties(0).total_memory * gpus / ranks
 
 
-def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool) -> str:
+def estimated(
+    run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool
+) -> str:
     """Return the lines about memory that a run prints first. Raise if it cannot fit,
     unless `force`."""
     memory, ranks = device_memory(gpus, layout.ranks), layout.ranks
@@ -47,7 +49,9 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
         shape, hardware, sequence=tokens, precision=precision, model=run.own
     )
     profile = replace(
-        local_profile(layout.precision).with_moments(run.optimizer.fewest_moments),
+        local_profile(layout.precision).with_moments(
+            run.optimizer.fewest_moments
+        ),
         muon=run.optimizer.name == "muon",
         context=request.profile.context,
         reserve=request.profile.reserve,
@@ -61,7 +65,8 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
         return f"memory: unknown, as {run.own} cannot be costed: {str(error).splitlines()[0]}"
     needs = held_text(choice.memory)
     every = (
-        sum(sum(kinds.values()) for kinds in choice.stages) / layout.pp or choice.bytes
+        sum(sum(kinds.values()) for kinds in choice.stages) / layout.pp
+        or choice.bytes
     )
     least, most = choice.range(profile)
     if not force and (least > memory if gpus else every > _CLEARLY * memory):
@@ -79,7 +84,9 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
     return f"memory: {needs}; each has {bytes_text(memory)}{may}{faster}"
 
 
-def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]:
+def auto(
+    wanted: Run, shape: Shape, ranks: int, gpus: int
+) -> tuple[Layout, str]:
     """Return the layout for `ranks` on `gpus` GPUs (0: on the CPU), and how it was
     chosen."""
     import torch
@@ -112,7 +119,9 @@ def _stage_text(layout: Layout) -> str:
         2: "weights fit whole, and are gathered once a step; whole gradients do not fit",
         3: "whole weights and gradients do not fit beside the activations",
     }
-    return f"; zero{layout.zero}: {reasons[layout.zero]}" if layout.zero else ""
+    return (
+        f"; zero{layout.zero}: {reasons[layout.zero]}" if layout.zero else ""
+    )
 
 
 def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
@@ -122,9 +131,14 @@ def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
         return hardware_of_machine(Machine.load(file), ranks)
     kind = device_named(gpu) if gpu else None
     family = next(
-        (c for c in clusters().values() if kind and c.device == kind.name), None
+        (c for c in clusters().values() if kind and c.device == kind.name),
+        None,
     )
-    return hardware_of(cluster(f"{family.name}x{ranks}"), ranks) if family else None
+    return (
+        hardware_of(cluster(f"{family.name}x{ranks}"), ranks)
+        if family
+        else None
+    )
 
 
 def _planned(

@@ -19,7 +19,10 @@ from ..layout.layout import MICROBATCHES
 from ..layout.numbers import parse_length
 from .usage import OLD, nearest_word, try_file, try_folder
 
-_LOG, _PROGRESS = logging.getLogger("phalanx"), logging.getLogger("phalanx.progress")
+_LOG, _PROGRESS = (
+    logging.getLogger("phalanx"),
+    logging.getLogger("phalanx.progress"),
+)
 
 
 class Described(Exception):
@@ -44,9 +47,13 @@ def whole(
     def parse(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text):
             raise UsageError(f"is {text[:60]!r}; write a whole number.")
-        many = len(text) > 30  # Python refuses to parse numbers of thousands of digits
+        many = (
+            len(text) > 30
+        )  # Python refuses to parse numbers of thousands of digits
         if many or not least <= int(text) <= most:
-            shown = "a number with too many digits" if many else f"{int(text):,}"
+            shown = (
+                "a number with too many digits" if many else f"{int(text):,}"
+            )
             raise UsageError(
                 f"is {shown}; write {least:,} to {most:,}. {way_out}".strip()
             )
@@ -61,7 +68,8 @@ def length(text: str) -> int:
 
 
 def real(
-    holds: Callable[[float], bool] = math.isfinite, meaning: str = "that is finite"
+    holds: Callable[[float], bool] = math.isfinite,
+    meaning: str = "that is finite",
 ) -> Callable[[str], float]:
     """Return the type of an option that takes a finite number with a further
     condition."""
@@ -117,14 +125,18 @@ class Parser(argparse.ArgumentParser):
     files can be written.
     """
 
-    def __init__(self, text: str | None, *, json: bool = True, **words: str) -> None:
+    def __init__(
+        self, text: str | None, *, json: bool = True, **words: str
+    ) -> None:
         """Create a parser from a docstring.
 
         `text` is the command in backquotes, its description and, after an empty line,
         the end of its help. `words` fill in the braces in it.
         """
         text = re.sub(r"(?m)^ {4}", "", text or "")
-        head, _, epilog = (text.format(**words) if words else text).partition("\n\n")
+        head, _, epilog = (text.format(**words) if words else text).partition(
+            "\n\n"
+        )
         prog, _, does = head.lstrip("`").partition("`: ")
         super().__init__(
             prog,
@@ -142,7 +154,9 @@ class Parser(argparse.ArgumentParser):
         self._outputs: list[Callable[[argparse.Namespace], None]] = []
         self._wrong: list[str] = []
         self.add("-h", "--help", action="help", help="show this help and exit")
-        self.add("-q", "--quiet", action="store_true", help="no progress lines")
+        self.add(
+            "-q", "--quiet", action="store_true", help="no progress lines"
+        )
         self.add("-v", "--verbose", action="store_true", help="more detail")
         if json:
             self.add(
@@ -174,7 +188,9 @@ class Parser(argparse.ArgumentParser):
     def _add_flag(self, names: Sequence[str], words: dict[str, Any]) -> None:
         action = self._add_argument(*names, **words)
         self.arguments.append(
-            Argument(tuple(names), action.dest, None, (), None, False, names[-1])
+            Argument(
+                tuple(names), action.dest, None, (), None, False, names[-1]
+            )
         )
 
     def _add_value(self, names: Sequence[str], words: dict[str, Any]) -> None:
@@ -222,7 +238,9 @@ class Parser(argparse.ArgumentParser):
                 reason = str(error)
                 # Our own messages continue the sentence that begins with the option.
                 joint = " " if reason.startswith(("is ", "names ")) else ": "
-                self._wrong.append(_sentence(f"{argument.shown}{joint}{reason}"))
+                self._wrong.append(
+                    _sentence(f"{argument.shown}{joint}{reason}")
+                )
                 return None
 
         return read
@@ -233,13 +251,17 @@ class Parser(argparse.ArgumentParser):
         # Probably a script's unset variable. Ignoring the option would skip what was
         # asked for.
         if free and argument.flags and not text and not may_be_empty:
-            raise UsageError(f"is empty; write a value, or leave {argument.shown} out.")
+            raise UsageError(
+                f"is empty; write a value, or leave {argument.shown} out."
+            )
         value = text if argument.parse is None else argument.parse(text)
         if argument.choices and value not in argument.choices:
             if text in OLD:
                 raise UsageError(f"{text} is now {OLD[text]}.")
             known = [str(choice) for choice in argument.choices]
-            raise UsageError(f"is {text[:60]!r}; choose from {', '.join(known)}.")
+            raise UsageError(
+                f"is {text[:60]!r}; choose from {', '.join(known)}."
+            )
         return value
 
     def section(self, title: str) -> None:
@@ -256,7 +278,9 @@ class Parser(argparse.ArgumentParser):
 
         def attempt(args: argparse.Namespace) -> None:
             path = getattr(args, name)
-            try_folder(path, flag) if folder else try_file(path, flag, suffixes)
+            try_folder(path, flag) if folder else try_file(
+                path, flag, suffixes
+            )
 
         self._outputs.append(attempt)
 
@@ -268,7 +292,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse the command. Called by argparse."""
         # A missing required argument may have been given, but wrongly.
-        self._refuse([*self._wrong, _sentence(message.removeprefix("argument "))])
+        self._refuse(
+            [*self._wrong, _sentence(message.removeprefix("argument "))]
+        )
 
     def _refuse(self, wrong: Sequence[str]) -> NoReturn:
         shown = list(dict.fromkeys(wrong))
@@ -292,7 +318,9 @@ class Parser(argparse.ArgumentParser):
             raise Described(self)
         words = self._without_bare_dashes(argv)
         parse = (
-            self.parse_known_intermixed_args if intermixed else self.parse_known_args
+            self.parse_known_intermixed_args
+            if intermixed
+            else self.parse_known_args
         )
         args, rest = parse(words)
         for word in [word for word in rest if word[:1] == "-"] or rest[:1]:
@@ -311,7 +339,9 @@ class Parser(argparse.ArgumentParser):
         args.quiet = args.quiet or getattr(args, "json", False)
         _PROGRESS.setLevel(logging.WARNING if args.quiet else logging.INFO)
         if args.verbose:
-            logging.basicConfig(format="%(name)s: %(message)s")  # to standard error
+            logging.basicConfig(
+                format="%(name)s: %(message)s"
+            )  # to standard error
         return args
 
     def _without_bare_dashes(self, argv: Sequence[str]) -> list[str]:
@@ -319,7 +349,9 @@ class Parser(argparse.ArgumentParser):
 
         argparse would drop the dashes and continue with an empty list.
         """
-        valued = {flag for flag, one in self.options.items() if one.takes_value}
+        valued = {
+            flag for flag, one in self.options.items() if one.takes_value
+        }
         words: list[str] = []
         for word in argv:
             flag, given, value = word.partition("=")
@@ -336,7 +368,9 @@ def _wrapped(text: str) -> str:
     """Wrap prose to the terminal's width. Indented lines are examples and are kept."""
     width = max(11, shutil.get_terminal_size().columns - 2)
     lines: list[str] = []
-    for prose, group in groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+    for prose, group in groupby(
+        text.splitlines(), lambda line: line[:1].strip() != ""
+    ):
         block = list(group)
         lines += wrap(" ".join(block), width) if prose else block
     return "\n".join(lines)

@@ -31,7 +31,11 @@ from .parser import Parser, real, whole
 from .usage import UsageError, result, save
 
 # Subcommands of `plan`, each in a file beside this one.
-_SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost", "score": "plan_score"}
+_SUBVERBS = {
+    "calibrate": "plan_calibrate",
+    "cost": "plan_cost",
+    "score": "plan_score",
+}
 _DATA = "# data is a placeholder: name your tokens there, as `phalanx data prepare` writes them.\n"
 _WEIGHTS = """\
 # weights are random: a name gives only sizes. To begin with published weights, write
@@ -61,9 +65,13 @@ def run(argv: list[str]) -> int:
         metavar="TRAINER",
         help=f"print the file of another trainer: {names}",
     )
-    parser.add("--layout", metavar="TEXT", empty=True, help="for --for: this layout")
+    parser.add(
+        "--layout", metavar="TEXT", empty=True, help="for --for: this layout"
+    )
     parser.add_output(
-        "--out", ".toml", help="write a run file with the best layout, for train"
+        "--out",
+        ".toml",
+        help="write a run file with the best layout, for train",
     )
     parser.add(
         "--tokens",
@@ -81,8 +89,12 @@ def run(argv: list[str]) -> int:
             "--tokens sets the number of steps in --out: add --out run.toml."
         )
     if args.layout is not None and not args.trainer:
-        raise UsageError("--layout goes with --for; to see one layout, use --explain.")
-    beside = [x for x in ("explain", "out", "page") if getattr(args, x) is not None]
+        raise UsageError(
+            "--layout goes with --for; to see one layout, use --explain."
+        )
+    beside = [
+        x for x in ("explain", "out", "page") if getattr(args, x) is not None
+    ]
     if args.trainer and beside:
         raise UsageError(f"--{beside[0]} does not go with --for.")
     request = request_of(args)
@@ -107,7 +119,9 @@ def run(argv: list[str]) -> int:
         written = _run(request, planned.layouts[0], args)
         if random_by_name(written):
             written = replace(written, weights=RANDOM)
-        save(args.out, f"{_DATA}{_WEIGHTS if written.weights else ''}{written}")
+        save(
+            args.out, f"{_DATA}{_WEIGHTS if written.weights else ''}{written}"
+        )
     return 0
 
 
@@ -119,8 +133,14 @@ def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
         steps = math.ceil(args.tokens / request.tokens)
         saving = saving_seconds(request.shape.total, ranks)
         every = round(interval(saving, 3600 * MTBF_HOURS / ranks) / best.step)
-        words = [f"steps={steps}", f"checkpoint.every={min(max(1, every), steps)}"]
-    words += [f'layout="{best.layout}"', f'precision="{best.layout.precision}"']
+        words = [
+            f"steps={steps}",
+            f"checkpoint.every={min(max(1, every), steps)}",
+        ]
+    words += [
+        f'layout="{best.layout}"',
+        f'precision="{best.layout.precision}"',
+    ]
     words += [f"batch={request.batch}", f"sequence={request.sequence}"]
     if run_file(args.model):  # all other keys are those of the file
         return Run.load(args.model, tuple(words))
@@ -176,7 +196,11 @@ def request_flags(parser: Parser) -> None:
         metavar="SHARE",
         help="share of a device's memory to use",
     )
-    add("--profile", metavar="NAME", help="software profile; default: phalanx itself")
+    add(
+        "--profile",
+        metavar="NAME",
+        help="software profile; default: phalanx itself",
+    )
     add(
         "--routing",
         metavar="HOW",

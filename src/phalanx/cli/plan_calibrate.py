@@ -69,10 +69,14 @@ def run(argv: Sequence[str]) -> int:
         help="starting point of the fit; default: phalanx",
     )
     add(
-        "--rows", type=whole(), help="number of runs to fit; the others are for testing"
+        "--rows",
+        type=whole(),
+        help="number of runs to fit; the others are for testing",
     )
     parser.add_output(
-        "--out", ".toml", help="write the profile, for phalanx plan --profile FILE"
+        "--out",
+        ".toml",
+        help="write the profile, for phalanx plan --profile FILE",
     )
     args = parser.read(argv)
     tables = [name for name in args.runs if name.endswith(".csv")]
@@ -83,7 +87,10 @@ def run(argv: Sequence[str]) -> int:
     found = calibration(before, used)
     if found.worse:
         raise UsageError(_worse(found, before))
-    like, ranges = found.like, [_range(run, before) for run in used if run.measured > 0]
+    like, ranges = (
+        found.like,
+        [_range(run, before) for run in used if run.measured > 0],
+    )
     after = with_own_range(like(None), found.left_out, ranges)
     if args.out:
         save(args.out, dump(after, short=True))
@@ -135,22 +142,32 @@ def _range(
     )
 
 
-def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
+def _of_folders(
+    args: Namespace,
+) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     """Return the profile from which the fit starts, and the runs."""
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
     places = [
         where(
-            args.cluster, args.machine, group[0].case.layout.ranks, args.backend
+            args.cluster,
+            args.machine,
+            group[0].case.layout.ranks,
+            args.backend,
         ).hardware
         for group in groups
     ]
-    before = profile_for(places[0], args.profile, runs[0].case.layout.precision)
+    before = profile_for(
+        places[0], args.profile, runs[0].case.layout.precision
+    )
     return before, [
         run
         for group, hardware in zip(groups, places, strict=True)
         for run in costed(
-            group, hardware, partial(cached_costs, target=hardware.target), before
+            group,
+            hardware,
+            partial(cached_costs, target=hardware.target),
+            before,
         )
     ]
 
@@ -164,7 +181,9 @@ def _of_tables(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     rows = [row for path in args.runs for row in read_table(path, chosen)]
     rows = [row for row in rows if row.profile.name == rows[0].profile.name]
     runs, refused = runs_of(rows, cached_costs)
-    timed = [(run, why_not(run, rows[0].profile)) for run in runs if run.counts]
+    timed = [
+        (run, why_not(run, rows[0].profile)) for run in runs if run.counts
+    ]
     known = [run for run, why in timed if not why]
     if not known:
         reasons = [
@@ -173,7 +192,9 @@ def _of_tables(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
             "none has a step time",
         ]
         why = reasons[0]
-        raise UsageError(f"no row of {', '.join(args.runs)} can be fitted: {why}")
+        raise UsageError(
+            f"no row of {', '.join(args.runs)} can be fitted: {why}"
+        )
     return rows[0].profile, known
 
 
@@ -185,15 +206,23 @@ def _text(
 ) -> str:
     runs = []
     for r in rows:
-        errors = f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}"
-        runs.append((r["run"], *errors, "fit" if r["used"] else "test", r["layout"]))
+        errors = (
+            f"{r['seconds']:.4g}s",
+            f"{r['before']:+.0%}",
+            f"{r['after']:+.0%}",
+        )
+        runs.append(
+            (r["run"], *errors, "fit" if r["used"] else "test", r["layout"])
+        )
     fitted = [
         (n, f"{getattr(before, n):.3g}", "->", f"{getattr(after, n):.3g}")
         for n in NUMBERS
     ]
     lines = [
         text_table(
-            ("run", "step", "before", "after", "for", "layout"), runs, left="lrrrll"
+            ("run", "step", "before", "after", "for", "layout"),
+            runs,
+            left="lrrrll",
         ),
         text_table((), fitted, left="lrll").rstrip("\n"),
     ]

@@ -46,7 +46,11 @@ def run(argv: list[str]) -> int:
         metavar="X",
         help="price of a device for an hour",
     )
-    add("--layout", metavar="TEXT", help="layout; default: the best of the plan")
+    add(
+        "--layout",
+        metavar="TEXT",
+        help="layout; default: the best of the plan",
+    )
     add(
         "--mtbf",
         type=POSITIVE,
@@ -75,10 +79,14 @@ def run(argv: list[str]) -> int:
         layouts = (named(args.layout, request, "--layout"),)
     if not layouts:
         name = request.hardware.name
-        say(f"No layout of {request.shape.name} fits on {name}: see `phalanx plan`.")
+        say(
+            f"No layout of {request.shape.name} fits on {name}: see `phalanx plan`."
+        )
         return 1
     choice = layouts[0]
-    saving = args.saving or saving_seconds(request.shape.total, request.hardware.ranks)
+    saving = args.saving or saving_seconds(
+        request.shape.total, request.hardware.ranks
+    )
     spent = spending(
         tokens=args.tokens,
         batch_tokens=request.tokens,
@@ -120,12 +128,8 @@ def _text(
     low, high = spread.around(spent.money)
     step = f"of {request.tokens:,} tokens, {seconds_text(choice.step)} each"
     size = bytes_text(SAVED * request.shape.total)
-    saved = (
-        f"one every {seconds_text(spent.interval)}, {seconds_text(saving)} each, {size}"
-    )
-    failures = (
-        f"{spent.failures:,.1f} expected, one in {args.mtbf / spent.devices:,.3g} hours"
-    )
+    saved = f"one every {seconds_text(spent.interval)}, {seconds_text(saving)} each, {size}"
+    failures = f"{spent.failures:,.1f} expected, one in {args.mtbf / spent.devices:,.3g} hours"
     days = f"{spent.hours / 24:,.1f} days, {spent.goodput:.1%} of it training"
     rows = [
         (

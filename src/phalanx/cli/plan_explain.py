@@ -50,13 +50,19 @@ def explain(args: argparse.Namespace, request: Request) -> int:
     if args.json:
         least, _ = choice.range(request.profile)
         print_json(
-            choice_figures(request, choice) | {"fits": least <= request.hardware.memory}
+            choice_figures(request, choice)
+            | {"fits": least <= request.hardware.memory}
         )
         return 0
     say(f"{choice.layout} on {request.hardware.name}\n")
     say(
         "\n".join(
-            (*choice_text(request, choice), "", *memory_text(choice, request), "")
+            (
+                *choice_text(request, choice),
+                "",
+                *memory_text(choice, request),
+                "",
+            )
         )
     )
     say(_timeline(request, choice), end="", colour=True)
@@ -78,7 +84,9 @@ def _timeline(request: Request, choice: Choice) -> str:
 
 def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
     """Return a timeline in which all pieces of a virtual stage are one operation."""
-    stage_of = {piece: stage for stage, pieces in enumerate(stages) for piece in pieces}
+    stage_of = {
+        piece: stage for stage, pieces in enumerate(stages) for piece in pieces
+    }
     joined: dict[tuple[int, Op], Span] = {}
     kinds = {span.op.kind for span in timeline.spans}
     backward = next(kind for kind in ops.PROPAGATES if kind in kinds)
@@ -90,5 +98,7 @@ def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
             first = joined.setdefault((span.rank, op), span._replace(op=op))
             joined[span.rank, op] = first._replace(end=span.end)
     return Timeline(
-        tuple(sorted(joined.values(), key=lambda span: (span.rank, span.start)))
+        tuple(
+            sorted(joined.values(), key=lambda span: (span.rank, span.start))
+        )
     )

@@ -11,7 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api.plan_text import utilization
-from ..draw import ChartAxis, Html, Series, chart, figure, frame, paragraphs, table, tag
+from ..draw import (
+    ChartAxis,
+    Html,
+    Series,
+    chart,
+    figure,
+    frame,
+    paragraphs,
+    table,
+    tag,
+)
 from ..layout.numbers import bytes_text, seconds_text
 from ..plan.search import Baseline, Plan
 from ..plan.step import Choice, Request
@@ -41,7 +51,11 @@ def _chart(
     steps, held = plan.points
     rate, held = request.tokens / request.hardware.ranks / steps, held / 1e9
     fits, near = held <= plan.room / 1e9, held < 4e-9 * request.hardware.memory
-    rules = [(baseline.rule, baseline.choice) for baseline in beside if baseline.choice]
+    rules = [
+        (baseline.rule, baseline.choice)
+        for baseline in beside
+        if baseline.choice
+    ]
     drawn = _thinned(rate, held, fits)
     bounded = partial(_bounded, plan, rate, held)
     series = [
@@ -50,7 +64,9 @@ def _chart(
         Series("frontier", _frontier(rate[fits], held[fits]), dots=False),
         _chosen(request, "plain rules", rules),
         _chosen(
-            request, "best", [(f"number {n}", c) for n, c in enumerate(plan.layouts, 1)]
+            request,
+            "best",
+            [(f"number {n}", c) for n, c in enumerate(plan.layouts, 1)],
         ),
     ]
     return chart(
@@ -79,7 +95,9 @@ def _bounded(
         )
         step, room = float(plan.points[0][i]), plan.room / 1e9
         if name == "fits":
-            why = f"Its step takes at least {seconds_text(step)}; number 1 takes"
+            why = (
+                f"Its step takes at least {seconds_text(step)}; number 1 takes"
+            )
             more.append(
                 f"{why} {seconds_text(first)}, {step / first - 1:+.1%} by this bound."
             )
@@ -94,7 +112,9 @@ def _bounded(
 def _chosen(
     request: Request, name: str, choices: Sequence[tuple[str, Choice]]
 ) -> Series:
-    points = [(utilization(request, c).tokens, c.bytes / 1e9) for _, c in choices]
+    points = [
+        (utilization(request, c).tokens, c.bytes / 1e9) for _, c in choices
+    ]
     tips = [
         f"{what}, {rate:,.0f} tokens/s, {held:.3g} GB: {c.layout}"
         for (what, c), (rate, held) in zip(choices, points, strict=True)
@@ -105,21 +125,28 @@ def _chosen(
 
 def _explained(choice: Choice) -> str:
     """Explain a simulated layout's time and memory."""
-    shares = ((name, time / choice.step) for name, time in choice.parts.items())
+    shares = (
+        (name, time / choice.step) for name, time in choice.parts.items()
+    )
     parts = (f"{name} {share:.1%}" for name, share in shares if share > 5e-4)
     held = (
-        f"{kind} {bytes_text(size)}" for kind, size in choice.memory.items() if size
+        f"{kind} {bytes_text(size)}"
+        for kind, size in choice.memory.items()
+        if size
     )
     return f"A step of {seconds_text(choice.step)}: {', '.join(parts)}.\nMemory: {', '.join(held)}."
 
 
-def _thinned(rate: _Array, held: _Array, shown: NDArray[np.bool_]) -> list[int]:
+def _thinned(
+    rate: _Array, held: _Array, shown: NDArray[np.bool_]
+) -> list[int]:
     """Return the fastest point in each cell of a grid; the eye cannot separate points
     of one cell."""
     order = np.flatnonzero(shown)
     order = order[np.argsort(-rate[order], kind="stable")]
     cells = np.stack(
-        [np.floor(_CELLS / 2 * np.log2(x[order])) for x in (rate, held)], axis=1
+        [np.floor(_CELLS / 2 * np.log2(x[order])) for x in (rate, held)],
+        axis=1,
     )
     _, first = np.unique(cells, axis=0, return_index=True)
     return [int(i) for i in order[first]]
@@ -146,5 +173,9 @@ def _table(request: Request, plan: Plan) -> str:
             f"{found.mfu:.1%}",
             f"{choice.bytes / 1e9:.1f} GB",
         )
-        rows.append((tag("code", choice.layout), seconds_text(choice.step), *rates))
-    return table(("layout", "step", "tokens/s a device", "MFU", "memory"), rows)
+        rows.append(
+            (tag("code", choice.layout), seconds_text(choice.step), *rates)
+        )
+    return table(
+        ("layout", "step", "tokens/s a device", "MFU", "memory"), rows
+    )

@@ -41,7 +41,9 @@ def run(argv: Sequence[str]) -> int:
     add("--rows", type=whole(), help="also fit this many rows of each family")
     add("--most-ranks", type=whole(), default=0, help="skip larger runs")
     add(
-        "--each", action="store_true", help="show every run, with the parts of its step"
+        "--each",
+        action="store_true",
+        help="show every run, with the parts of its step",
     )
     args = parser.read(list(argv))
     chosen = profile(args.profile) if args.profile else None
@@ -51,8 +53,12 @@ def run(argv: Sequence[str]) -> int:
     for family in dict.fromkeys(run.row.family for run in published):
         own = [run for run in published if run.row.family == family]
         held[family] = held_out(start, own, args.rows or 0)
-    scores = score(published, refused, rows, most_ranks=args.most_ranks, held=held)
-    figures: dict[str, object] = {"families": [each.plain() for each in scores]}
+    scores = score(
+        published, refused, rows, most_ranks=args.most_ranks, held=held
+    )
+    figures: dict[str, object] = {
+        "families": [each.plain() for each in scores]
+    }
     if args.each:
         figures["runs"] = {
             each.family: [run.plain() for run in each.runs] for each in scores
@@ -60,7 +66,9 @@ def run(argv: Sequence[str]) -> int:
     return result(args, figures, score_text(scores, each_run=args.each))
 
 
-_LINE = re.compile(r"line (\d+)[,:] (.*)")  # a reason that starts with its line number
+_LINE = re.compile(
+    r"line (\d+)[,:] (.*)"
+)  # a reason that starts with its line number
 
 # The heading and the columns of each table.
 _ERRORS = (
@@ -78,15 +86,26 @@ _MEMORY = (
 )
 
 
-def score_text(scores: Sequence[FamilyScore], *, each_run: bool = False) -> str:
+def score_text(
+    scores: Sequence[FamilyScore], *, each_run: bool = False
+) -> str:
     """Return tables of errors, order and memory; with `each_run`, of all runs too."""
-    ordered = [_order(each) for each in scores if each.tau is not None or each.regret]
-    remembered = [
-        _memory(each) for each in scores if each.memory_error is not None or each.oom
+    ordered = [
+        _order(each) for each in scores if each.tau is not None or each.regret
     ]
-    tables = (_ERRORS, map(_errors, scores)), (_ORDER, ordered), (_MEMORY, remembered)
+    remembered = [
+        _memory(each)
+        for each in scores
+        if each.memory_error is not None or each.oom
+    ]
+    tables = (
+        (_ERRORS, map(_errors, scores)),
+        (_ORDER, ordered),
+        (_MEMORY, remembered),
+    )
     parts = [
-        f"{title}\n\n{text_table(head.split(), rows)}" for (title, head), rows in tables
+        f"{title}\n\n{text_table(head.split(), rows)}"
+        for (title, head), rows in tables
     ]
     left = [
         (count, f"of {each.family}: {why}")
@@ -124,7 +143,9 @@ def _percent(value: float | None) -> str:
 
 def _errors(each: FamilyScore) -> list[object]:
     held, five, fitted = each.held_out, each.after_five, each.errors
-    of_held = (held.median, held.p80, held.within_10) if held else (None, None, None)
+    of_held = (
+        (held.median, held.p80, held.within_10) if held else (None, None, None)
+    )
     errors = (*of_held, five and five.median, fitted and fitted.median)
     return [each.family, each.predicted, *map(_percent, errors)]
 
@@ -133,12 +154,18 @@ def _order(each: FamilyScore) -> list[object]:
     regret, rules = each.regret or {}, dict(each.rule_regrets or {})
     random = rules.pop("random", None)
     tau = "-" if each.tau is None else f"{each.tau:.2f}"
-    shares = (*map(regret.get, (1, 3, 5)), min(rules.values(), default=None), random)
+    shares = (
+        *map(regret.get, (1, 3, 5)),
+        min(rules.values(), default=None),
+        random,
+    )
     return [each.family, each.groups, tau, *map(_percent, shares)]
 
 
 def _memory(each: FamilyScore) -> list[object]:
-    shares = map((each.oom or {}).get, ("precision", "recall", "accuracy", "refused"))
+    shares = map(
+        (each.oom or {}).get, ("precision", "recall", "accuracy", "refused")
+    )
     return [each.family, _percent(each.memory_error), *map(_percent, shares)]
 
 
@@ -149,13 +176,24 @@ def _runs(each: FamilyScore) -> str:
     for run in each.runs:
         row, measured = run.row, run.row.step
         seconds = (
-            f"{time:.3g} s" if time else "-" for time in (measured, run.step, run.held)
+            f"{time:.3g} s" if time else "-"
+            for time in (measured, run.step, run.held)
         )
         off = f"{100 * (run.step / measured - 1):+.1f}%" if measured else "-"
         parts = ", ".join(
             f"{name} {time:.3g}" for name, time in run.parts.items() if time
         )
         step = f"{row.case.layout if row.case else ''}: {parts}"
-        rows.append((f"{row.model} {row.name}", f"{row.ranks:,}", *seconds, off, step))
-    head = ("run", "devices", "measured", "predicted", "held out", "off", "layout")
+        rows.append(
+            (f"{row.model} {row.name}", f"{row.ranks:,}", *seconds, off, step)
+        )
+    head = (
+        "run",
+        "devices",
+        "measured",
+        "predicted",
+        "held out",
+        "off",
+        "layout",
+    )
     return f"{each.family}\n{text_table(head, rows, left='lrrrrrl', indent=2)}"

@@ -36,7 +36,9 @@ def write_for(args: argparse.Namespace, request: Request) -> int:
         print_json(file_figures(file))
         return 0 if file.whole else 1
     say(file.text, end="")
-    complain(f"{file.trainer.title} {file.trainer.versions}: {layout}. {told}".strip())
+    complain(
+        f"{file.trainer.title} {file.trainer.versions}: {layout}. {told}".strip()
+    )
     if file.unsaid:
         complain(f"{file.trainer.title} cannot say:")
     for sentence in file.unsaid:

@@ -51,9 +51,13 @@ def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
-    parser.add_output("--out", help="file to write; default RUNDIR/report.html")
     parser.add_output(
-        "--svg", folder=True, help="also write every picture, and a trace for Perfetto"
+        "--out", help="file to write; default RUNDIR/report.html"
+    )
+    parser.add_output(
+        "--svg",
+        folder=True,
+        help="also write every picture, and a trace for Perfetto",
     )
     add(
         "--beside",
@@ -61,13 +65,21 @@ def run(argv: list[str]) -> int:
         metavar="RUNDIR",
         help="other runs, for a chart of speed over ranks",
     )
-    add("--verified", metavar="FILE", help="output of verify --log, shown as a matrix")
+    add(
+        "--verified",
+        metavar="FILE",
+        help="output of verify --log, shown as a matrix",
+    )
     add(
         "--machine",
         metavar="FILE",
         help="machine file of the run, written there by doctor --out",
     )
-    add("--cluster", metavar="NAME", help="the cluster it ran on, such as h100x8")
+    add(
+        "--cluster",
+        metavar="NAME",
+        help="the cluster it ran on, such as h100x8",
+    )
     add(
         "--backend",
         default=None,
@@ -89,7 +101,9 @@ def run(argv: list[str]) -> int:
 
     folder = Path(args.folder)
     if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}. Name the `out` of a run.")
+        raise UsageError(
+            f"there is no folder {folder}. Name the `out` of a run."
+        )
     out = Path(args.out) if args.out else folder / "report.html"
     compared = _compared(folder, args)
     found = report(folder, _extras(folder, compared, args))
@@ -112,7 +126,11 @@ def run(argv: list[str]) -> int:
             save(Path(args.svg, name), picture)
         figures["pictures"] = sorted(drawn)
     more = {"compared": compared.figures()} if compared else {}
-    text = f"{compared.text()}\n\nwrote {out}" if compared else f"wrote {out}\n{_HOW}"
+    text = (
+        f"{compared.text()}\n\nwrote {out}"
+        if compared
+        else f"wrote {out}\n{_HOW}"
+    )
     return result(args, figures | more, text)
 
 
@@ -131,12 +149,16 @@ def _extras(
     extras = step_extras(folder, compared, make, optimizer)
     sections = list(extras.sections)
     runs = speeds([folder, *map(Path, args.beside or ())])
-    draw = partial(scaling_svg, runs, {run: _planned(run, args) for run in runs}.get)
+    draw = partial(
+        scaling_svg, runs, {run: _planned(run, args) for run in runs}.get
+    )
     if draw(WIDE):
         sections.append(Section("Scaling", name="scaling", draw=draw))
     if args.machine and (curves := Machine.load(args.machine).curves):
         sections.append(
-            Section("Bandwidth", name="bandwidth", draw=partial(curves_svg, curves))
+            Section(
+                "Bandwidth", name="bandwidth", draw=partial(curves_svg, curves)
+            )
         )
     if args.verified:
         from ..verify.verify import logged
@@ -144,7 +166,9 @@ def _extras(
         verdicts = tuple(logged(Path(args.verified)).values())
         draw = partial(verified_svg, f"layouts of {args.verified}", verdicts)
         sections.append(
-            Section("Verified", name="verified", draw=draw if draw(WIDE) else None)
+            Section(
+                "Verified", name="verified", draw=draw if draw(WIDE) else None
+            )
         )
     return replace(extras, sections=tuple(sections))
 
@@ -161,10 +185,19 @@ def _planned(run: Speed, args: argparse.Namespace) -> float | None:
         return None
     shape = decode(Shape, model, f"{run.run}, model", MachineFileError)
     layout = Layout.parse(str(run.start.get("layout", "")))
-    hardware = where(args.cluster, args.machine, run.ranks, args.backend or "").hardware
-    tokens, precision = sequence if isinstance(sequence, int) else 0, layout.precision
+    hardware = where(
+        args.cluster, args.machine, run.ranks, args.backend or ""
+    ).hardware
+    tokens, precision = (
+        sequence if isinstance(sequence, int) else 0,
+        layout.precision,
+    )
     request = request_for(
-        shape, hardware, sequence=tokens, precision=precision, profile=args.profile
+        shape,
+        hardware,
+        sequence=tokens,
+        precision=precision,
+        profile=args.profile,
     )
     return request.tokens / Pricer(request).choose(layout).step
 
@@ -189,9 +222,13 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
             f"the model of {folder} is {step.own}, and a report executes no code of a run's folder by"
             f" itself. Allow it with --model {step.own}"
         )
-    at = where(args.cluster, args.machine, step.layout.ranks, args.backend or "")
+    at = where(
+        args.cluster, args.machine, step.layout.ranks, args.backend or ""
+    )
     # A run records its GPU by the driver's name, and every CPU as CPU.
-    alike = at.kind == "cpu" if step.device == "CPU" else step.device in at.names
+    alike = (
+        at.kind == "cpu" if step.device == "CPU" else step.device in at.names
+    )
     if step.device and not alike:
         raise UsageError(
             f"the run used {step.device}, but {args.cluster or args.machine} is {at.names[0]}. Name"
@@ -203,5 +240,8 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
         # started from.
         profile = replace(profile, name=args.profile or profile.name)
     return predicted(
-        step, at.hardware, profile, partial(cached_costs, target=at.hardware.target)
+        step,
+        at.hardware,
+        profile,
+        partial(cached_costs, target=at.hardware.target),
     )

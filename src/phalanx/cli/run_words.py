@@ -24,7 +24,9 @@ def load_run(words: Sequence[str], adopt: Adopt | None = None) -> Run:
     return Run.load(files[0] if files else "", overrides, adopt)
 
 
-def run_of_words(words: Sequence[str], layout: str | None = None) -> Run | None:
+def run_of_words(
+    words: Sequence[str], layout: str | None = None
+) -> Run | None:
     """Return the run that words name, or None if they name a layout. `layout` is the
     value of `--layout`."""
     if not any(word.endswith(".toml") or _KEY.match(word) for word in words):
@@ -48,7 +50,12 @@ def adopted(run: Run) -> tuple[Run, str]:
     a notice."""
     if not run.checkpoints.is_dir():
         return run, ""
-    from ..train.checkpoint_load import differing_sizes, newest, own_model, table_of
+    from ..train.checkpoint_load import (
+        differing_sizes,
+        newest,
+        own_model,
+        table_of,
+    )
 
     saved = newest(run.checkpoints)
     if saved is None:
@@ -62,5 +69,7 @@ def adopted(run: Run) -> tuple[Run, str]:
     shape = manifest.shape
     if shape is None or not differing_sizes(shape, run.shape):
         return run, ""
-    text = f"model: {shape.name!r} with {shape.layers} layers, as {path} has it"
+    text = (
+        f"model: {shape.name!r} with {shape.layers} layers, as {path} has it"
+    )
     return replace(run, model=table_of(shape)), text

@@ -18,10 +18,16 @@ def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add_source(parser)
     parser.add(
-        "--prompt", default="\n", metavar="TEXT", help="the beginning of the text"
+        "--prompt",
+        default="\n",
+        metavar="TEXT",
+        help="the beginning of the text",
     )
     parser.add(
-        "--samples", type=whole(1, 1024), default=1, help="number of texts to write"
+        "--samples",
+        type=whole(1, 1024),
+        default=1,
+        help="number of texts to write",
     )
     add_sampling(parser, tokens=200)
     args = parser.read(argv)
@@ -34,7 +40,9 @@ def run(argv: list[str]) -> int:
     texts: list[str] = []
     for number in range(args.samples):
         sampling = sampling_of(args, number)
-        pieces = continued(generator, vocabulary, prompt, args.tokens, sampling)
+        pieces = continued(
+            generator, vocabulary, prompt, args.tokens, sampling
+        )
         if args.json:
             texts.append("".join(pieces))
             continue

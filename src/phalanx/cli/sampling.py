@@ -16,7 +16,9 @@ SEEDS = 1 << 62
 
 
 def add_source(parser: Parser) -> None:
-    parser.add("source", metavar="SOURCE", help="a run, a checkpoint, or hf:FOLDER")
+    parser.add(
+        "source", metavar="SOURCE", help="a run, a checkpoint, or hf:FOLDER"
+    )
 
 
 def add_sampling(parser: Parser, *, tokens: int) -> None:
@@ -45,7 +47,9 @@ def sampling_of(args: argparse.Namespace, number: int = 0) -> Sampling:
     """Return the sampling of text `number`; each text has its own seed."""
     from ..generate import Sampling
 
-    return Sampling(args.temperature, args.top_k, args.top_p, args.seed + number)
+    return Sampling(
+        args.temperature, args.top_k, args.top_p, args.seed + number
+    )
 
 
 def source_of(name: str) -> str:

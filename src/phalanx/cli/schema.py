@@ -25,14 +25,21 @@ _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[\w*-]+|[{}\[\],:|?]')
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__, json=False)
-    parser.add("name", nargs="*", metavar="COMMAND", help="such as check, or plan cost")
+    parser.add(
+        "name",
+        nargs="*",
+        metavar="COMMAND",
+        help="such as check, or plan cost",
+    )
     name = "-".join(parser.read(argv).name)
     outputs = described()
     if not name:
         say("\n".join(outputs))
         return 0
     if name not in outputs:
-        raise UsageError(f"unknown schema {name[:60]!r}.{nearest_word(name, outputs)}")
+        raise UsageError(
+            f"unknown schema {name[:60]!r}.{nearest_word(name, outputs)}"
+        )
     say(json.dumps(schema_of(name, outputs[name]), indent=1))
     return 0
 

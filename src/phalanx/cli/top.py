@@ -89,7 +89,8 @@ def _shown(watched: "_Run", width: int | None, every: float) -> None:
                 watched.look()
                 lines = watched.lines(screen(width)[0], console.height)
                 live.update(
-                    Text(printable("\n".join(lines)), no_wrap=True), refresh=True
+                    Text(printable("\n".join(lines)), no_wrap=True),
+                    refresh=True,
                 )
                 time.sleep(every)
     except KeyboardInterrupt:
@@ -133,7 +134,9 @@ class _Run:
     @property
     def state(self) -> str:
         """The run's state, in a word or two."""
-        live = [r for r in self.ranks if r.phase not in OVER and r.state != "X"]
+        live = [
+            r for r in self.ranks if r.phase not in OVER and r.state != "X"
+        ]
         if live:
             return "hangs" if self.found.hangs else "running"
         last = _ENDS.get(self.records[-1]["event"], "not running")
@@ -148,7 +151,11 @@ class _Run:
             "goodput": float(self.goodput),
             "parts": self.goodput.spent,
             "ranks": [
-                {**asdict(r), "calls": [], "waits": r.call.text if r.call else ""}
+                {
+                    **asdict(r),
+                    "calls": [],
+                    "waits": r.call.text if r.call else "",
+                }
                 for r in self.ranks
             ],
             "unseen": self.unseen,
@@ -159,19 +166,33 @@ class _Run:
         """Return the screen's lines; height 0 means as many as needed."""
         head: list[str] = []
         why = (*self.found.lines, "") if self.found.hangs else ()
-        for line in (*self.notices, *self._numbers(), str(self.goodput), "", *why):
+        for line in (
+            *self.notices,
+            *self._numbers(),
+            str(self.goodput),
+            "",
+            *why,
+        ):
             head += wrap(line, width, subsequent_indent="  ") or [""]
         messages = ["", *self._messages()]
         ranks = list(self._ranks(width))
-        room = max(3, height - len(head) - len(messages) - 1) if height else len(ranks)
+        room = (
+            max(3, height - len(head) - len(messages) - 1)
+            if height
+            else len(ranks)
+        )
         if len(ranks) > room:
-            ranks = [*ranks[: room - 1], f"and {len(ranks) - room + 1} more ranks"]
+            ranks = [
+                *ranks[: room - 1],
+                f"and {len(ranks) - room + 1} more ranks",
+            ]
         return [line[:width].rstrip() for line in (*head, *ranks, *messages)]
 
     def _numbers(self) -> Iterator[str]:
         start, step = self.last.get("start", {}), self.last.get("step", {})
         at, steps = (
-            int(_number(r, k)) for r, k in ((step or start, "step"), (start, "steps"))
+            int(_number(r, k))
+            for r, k in ((step or start, "step"), (start, "steps"))
         )
         layout = start.get("layout") or "one rank"
         yield f"{self.folder.resolve().name}: step {at}/{steps}, {self.state}, {layout}"
@@ -192,7 +213,9 @@ class _Run:
             yield f"{'rank':>5}{wide}  {'step':>6}  {'for':>7}     doing"
         # If not all fit, those that have stood still longest come first.
         many = len(self.ranks) > 16
-        for r in sorted(self.ranks, key=lambda r: -int(r.still) if many else r.rank):
+        for r in sorted(
+            self.ranks, key=lambda r: -int(r.still) if many else r.rank
+        ):
             waits = f", waits in {r.call.text}" if r.call else ""
             doing = f"{(r.op or r.phase).split(' (')[0]}{waits}"
             memory = binary_text(r.memory) if r.memory else ""
@@ -211,9 +234,13 @@ class _Run:
     def _messages(self) -> Iterator[str]:
         """Yield the last log records that are not steps, with their messages."""
         for record in self.records[-_MESSAGES:]:
-            at = time.strftime("%d %H:%M:%S", time.localtime(_number(record, "time")))
+            at = time.strftime(
+                "%d %H:%M:%S", time.localtime(_number(record, "time"))
+            )
             words = ("text", "why", "error", "path")
-            told = next((str(record[word]) for word in words if record.get(word)), "")
+            told = next(
+                (str(record[word]) for word in words if record.get(word)), ""
+            )
             if record["event"] == "validation":
                 told = f"loss {_number(record, 'loss'):.4f}"
             elif record["event"] == "straggler":
@@ -225,4 +252,8 @@ class _Run:
 def _number(record: Record, name: str) -> float:
     """Return a number of a record, or 0."""
     value = record.get(name)
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else 0.0
+    return (
+        float(value)
+        if isinstance(value, int | float) and abs(value) < 1e15
+        else 0.0
+    )

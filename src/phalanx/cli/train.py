@@ -65,8 +65,12 @@ if TYPE_CHECKING:
     from ..train.loop import Outcome
     from ..train.starts import Starts
 
-_INTERRUPTED = "The step is finished and saved. Ctrl-C again ends the run at once."
-_BEGUN = time.time()  # a STOP file older than this process is from an earlier run
+_INTERRUPTED = (
+    "The step is finished and saved. Ctrl-C again ends the run at once."
+)
+_BEGUN = (
+    time.time()
+)  # a STOP file older than this process is from an earlier run
 
 
 def run(argv: list[str]) -> int:
@@ -100,7 +104,11 @@ def run(argv: list[str]) -> int:
         help="start even if the estimated memory does not suffice",
     )
     add("--backend")
-    add("--print-config", action="store_true", help="print the whole run file and exit")
+    add(
+        "--print-config",
+        action="store_true",
+        help="print the whole run file and exit",
+    )
     add(
         "--schema",
         action="store_true",
@@ -139,7 +147,8 @@ def run(argv: list[str]) -> int:
         raise
     if command := node_command(os.environ, layout.ranks if layout else None):
         os.execv(
-            command[0], [*command, "-m", "phalanx", "train", *without_secrets(argv)]
+            command[0],
+            [*command, "-m", "phalanx", "train", *without_secrets(argv)],
         )
     with output_scope():
         unblock_output()  # a paused reader of the output must not pause the run
@@ -172,11 +181,15 @@ def _prepared(run: Run) -> Run:
     from_hub = any(path.startswith(HUB) for path, _ in run.sources)
     if not run.hub and not from_hub:
         return run
-    made = [_tokens_of(run, path, n) for n, (path, _) in enumerate(run.sources)]
+    made = [
+        _tokens_of(run, path, n) for n, (path, _) in enumerate(run.sources)
+    ]
     if len(made) == 1:
         return replace(run, data=made[0])
     pairs = zip(made, run.sources, strict=True)
-    data = tuple(f"{path}:{weight}" if weight else path for path, (_, weight) in pairs)
+    data = tuple(
+        f"{path}:{weight}" if weight else path for path, (_, weight) in pairs
+    )
     return replace(run, data=data)
 
 
@@ -216,7 +229,13 @@ def _tokens_of(run: Run, data: str, number: int) -> str:
     words = open_vocabulary(run.hub_folder if run.hub else None)
     skip = how.on_bad == "skip"
     done = prepare_shown(
-        data, out, words, field=how.field, share=how.held_out, skip=skip, workers=0
+        data,
+        out,
+        words,
+        field=how.field,
+        share=how.held_out,
+        skip=skip,
+        workers=0,
     )
     complain(f"{out}: {done.form}{left_out(done)}")
     return out
@@ -242,7 +261,9 @@ def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
     return _local(config, layout, args)
 
 
-def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) -> int:
+def _joined(
+    config: Run, args: argparse.Namespace, notice: str, at: Rendezvous
+) -> int:
     """Train as one of the ranks that a launcher has started."""
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
     from ..comm.base import exit_code_of
@@ -295,7 +316,9 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     return _ended(config, outcome, args.json and at.rank == 0)
 
 
-def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout:
+def _layout_that_fits(
+    config: Run, ranks: int, gpus: int, notice: str
+) -> Layout:
     """Return the run's layout, after all checks that are possible before training.
 
     Each rank of a launcher performs them; for local ranks they are performed once.
@@ -315,7 +338,10 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     if notice:
         progress(notice)
     shape = shape_of(config)
-    if any(path == PYTHON for path, _ in config.sources) and shape.vocab > BYTES:
+    if (
+        any(path == PYTHON for path, _ in config.sources)
+        and shape.vocab > BYTES
+    ):
         progress(
             f"data: text of Python's library as bytes, {BYTES} of the model's {shape.vocab:,} tokens;"
             " data=PATH selects your own"
@@ -323,7 +349,9 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     saved = newest(config.checkpoints)
     # The ranks check the checkpoint that they load once more.
     if saved and not config.checkpoint.adopt:
-        refuse_other(*saved, ModelIdentity.of(maker_of(config)(), shape, config.own))
+        refuse_other(
+            *saved, ModelIdentity.of(maker_of(config)(), shape, config.own)
+        )
     if saved:
         refuse_optimizer(*saved, config.optimizer.name)
     named = config.layout_of(shape)
@@ -336,7 +364,9 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     if wrong := list(
         misfits(config, shape, layout)
     ):  # checks that need the sizes of the model
-        raise RunError(config.own or "run" if named else "layout = auto", wrong)
+        raise RunError(
+            config.own or "run" if named else "layout = auto", wrong
+        )
     if layout.ranks != ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
@@ -352,7 +382,9 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     return layout
 
 
-def _say_memory(config: Run, layout: Layout, gpus: int, *, force: bool) -> None:
+def _say_memory(
+    config: Run, layout: Layout, gpus: int, *, force: bool
+) -> None:
     from ..train.program import shape_of
     from .memory import estimated
 
@@ -373,10 +405,14 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
         if config.verify:
             refuse_different(config, layout)
         ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
-        progress(f"{layout}: {ranks}, {_parameters(config)}".removeprefix(": "))
+        progress(
+            f"{layout}: {ranks}, {_parameters(config)}".removeprefix(": ")
+        )
         if notice:
             progress(notice)
-        with closing(Starts(Path(config.out), config.train.restarts)) as starts:
+        with closing(
+            Starts(Path(config.out), config.train.restarts)
+        ) as starts:
             outcome = _until_it_ends(config, layout, args, starts)
     return 1 if outcome is None else _ended(config, outcome, args.json)
 
@@ -388,7 +424,9 @@ def _parameters(config: Run) -> str:
 
     model = maker_of(config)()
     count = sum(weight.numel() for weight in model.weights.values())
-    trained = sum(row.trained_numel for row in model_pieces(model, Layout()).rows)
+    trained = sum(
+        row.trained_numel for row in model_pieces(model, Layout()).rows
+    )
     if trained == count:
         return f"{count:,} parameters"
     return f"{count:,} parameters, {trained:,} ({trained / count:.2%}) trained"
@@ -427,15 +465,15 @@ def _until_it_ends(
             if not error.restart_helps or (error.refusal and not left):
                 raise  # an explained refusal
             text = error.reports[0].error
-            if f"signal {signal.SIGBUS.value}" in text and (cut := _cut_file(config)):
+            if f"signal {signal.SIGBUS.value}" in text and (
+                cut := _cut_file(config)
+            ):
                 complain(f"rank {error.rank}: {text}: {cut}")
                 break
             # written if the watcher has ended the ranks; it has printed the reason
             hang = Path(config.out, HANG)
             hung = hang.is_file() and hang.stat().st_mtime >= begun
-            report = (
-                f"the run hung and was ended; the stacks of all its ranks are in {hang}"
-            )
+            report = f"the run hung and was ended; the stacks of all its ranks are in {hang}"
             complain(report if hung else error.refusal or str(error))
             if not left:
                 break
@@ -443,10 +481,14 @@ def _until_it_ends(
             complain(f"The ranks are not restarted: {why}.")
             break
         saved = max(
-            newest_in_memory(config), *(p.name for p in steps(config.checkpoints)), ""
+            newest_in_memory(config),
+            *(p.name for p in steps(config.checkpoints)),
+            "",
         )
         saved = saved or "the beginning"
-        complain(f"The ranks are restarted from {saved}; restarts left: {left - 1}.")
+        complain(
+            f"The ranks are restarted from {saved}; restarts left: {left - 1}."
+        )
     return None
 
 

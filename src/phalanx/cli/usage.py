@@ -17,23 +17,39 @@ from typing import TypeVar
 from ..api import TEXT
 from ..api import UsageError as UsageError
 from ..layout.choices import SHM, near_word
-from ..layout.files import open_regular, printable, read_text, reason, unmakable
+from ..layout.files import (
+    open_regular,
+    printable,
+    read_text,
+    reason,
+    unmakable,
+)
 from ..layout.url import redacted
 
 Drawn = TypeVar("Drawn")
-_LOG, _PROGRESS = logging.getLogger("phalanx"), logging.getLogger("phalanx.progress")
+_LOG, _PROGRESS = (
+    logging.getLogger("phalanx"),
+    logging.getLogger("phalanx.progress"),
+)
 
 
 # Spellings of earlier versions, of commands, options and values, and their
 # replacements.
-OLD = {"--wire": "--backend", "shared": SHM, "--stack": "--profile", "weigh": "cost"}
+OLD = {
+    "--wire": "--backend",
+    "shared": SHM,
+    "--stack": "--profile",
+    "weigh": "cost",
+}
 
 
 class OutputError(Exception):
     """Raised if standard output cannot be written to, with the reason."""
 
 
-def nearest_word(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
+def nearest_word(
+    word: str, known: Collection[str], cutoff: float = 0.5
+) -> str:
     """Return a sentence that suggests the nearest known word, or ""."""
     if OLD.get(word) in known:
         return f" It is now {OLD[word]}."
@@ -104,7 +120,9 @@ def try_file(
     if path is not None:
         _refuse_suffix(path, tuple(formats), flag)
         if why := _unwritable(path):
-            raise UsageError(f"{flag}: cannot write {path}: {why}. Name another file.")
+            raise UsageError(
+                f"{flag}: cannot write {path}: {why}. Name another file."
+            )
 
 
 def try_folder(path: str | None, flag: str = "--out") -> None:
@@ -129,7 +147,9 @@ def _unwritable(path: str | Path) -> str:
             return "" if os.access(real, os.W_OK) else "Permission denied"
         os.close(
             os.open(
-                real, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+                real,
+                os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC,
+                0o666,
             )
         )
         if kind is None:
@@ -151,7 +171,9 @@ def screen(width: int | None = None) -> tuple[int, bool]:
     terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size().columns if terminal else 80
     # https://no-color.org: the variable counts if it is present and not empty
-    return width or max(24, columns), terminal and not os.environ.get("NO_COLOR")
+    return width or max(24, columns), terminal and not os.environ.get(
+        "NO_COLOR"
+    )
 
 
 def say(
@@ -165,14 +187,18 @@ def say(
     text = " ".join(map(str, words))
     parts = _COLOURS.split(text) if colour else [text]
     # Odd parts are colours. Characters that no encoding has are escaped by now.
-    shown = "".join(part if n % 2 else printable(part) for n, part in enumerate(parts))
+    shown = "".join(
+        part if n % 2 else printable(part) for n, part in enumerate(parts)
+    )
     try:
         sys.stdout.write(shown + end)
         if flush:
             sys.stdout.flush()
     except BrokenPipeError:
         raise
-    except UnicodeEncodeError:  # the terminal cannot show line and dot characters
+    except (
+        UnicodeEncodeError
+    ):  # the terminal cannot show line and dot characters
         sys.stdout.write(shown.encode("ascii", "replace").decode() + end)
     except OSError as error:
         raise OutputError(reason(error)) from None

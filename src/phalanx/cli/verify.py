@@ -44,7 +44,13 @@ from ..api.verify import (
 from ..draw import WIDE
 from ..layout import Shape
 from ..layout.cases import AXES
-from ..layout.choices import COMPARED, COMPARED_OPTIMIZERS, DTYPES, FP64, THREADS
+from ..layout.choices import (
+    COMPARED,
+    COMPARED_OPTIMIZERS,
+    DTYPES,
+    FP64,
+    THREADS,
+)
 from ..layout.families import code_of
 from .parser import POSITIVE, Parser, real, whole
 from .run_words import load_run
@@ -59,7 +65,9 @@ from .usage import (
 )
 
 STEPS = 10_000
-MOST = 64  # maximum ranks for which all layouts are listed: some hundred thousand
+MOST = (
+    64  # maximum ranks for which all layouts are listed: some hundred thousand
+)
 
 
 def run(argv: list[str]) -> int:
@@ -81,7 +89,12 @@ def run(argv: list[str]) -> int:
         default=4,
         help="compare all layouts up to N ranks",
     )
-    add("--axes", type=_axes, default=" ".join(AXES), help="mesh axes of these layouts")
+    add(
+        "--axes",
+        type=_axes,
+        default=" ".join(AXES),
+        help="mesh axes of these layouts",
+    )
     add(
         "--layouts",
         metavar="TEXT",
@@ -97,7 +110,12 @@ def run(argv: list[str]) -> int:
     number = "dtype of all computation"
     add("--dtype", default=DTYPES[FP64].torch, choices=COMPARED, help=number)
     optimizer = "the optimizer; sgd has momentum, muon:original is Muon with adjust_lr = original"
-    add("--optimizer", default="adamw", choices=COMPARED_OPTIMIZERS, help=optimizer)
+    add(
+        "--optimizer",
+        default="adamw",
+        choices=COMPARED_OPTIMIZERS,
+        help=optimizer,
+    )
     positive = real(lambda z: 0 <= z <= 1, "from 0 to 1")
     add(
         "--z-loss",
@@ -120,7 +138,11 @@ def run(argv: list[str]) -> int:
         metavar="RATE",
         help="dropout rate, for built-in models",
     )
-    add("--packed", action="store_true", help="pack several documents into a sequence")
+    add(
+        "--packed",
+        action="store_true",
+        help="pack several documents into a sequence",
+    )
     add("--seed", help="seed of weights and batches")
     add(
         "--memory",
@@ -154,13 +176,20 @@ def run(argv: list[str]) -> int:
     if args.words:
         return _run(args, parser)
     if code_of(args.model)[0] and args.dropout:
-        raise UsageError("--dropout is for built-in models; set the rate in your own.")
+        raise UsageError(
+            "--dropout is for built-in models; set the rate in your own."
+        )
     shape, make = model_to_verify(args.model)
     if args.lora and make is not None:
         raise UsageError("--lora is for built-in models.")
     if args.lora:  # in the name, as a log of verdicts is named by it
-        shape = replace(shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}")
-    wanted = {name: getattr(args, name) for name in ("ranks", "axes", "cover", "dtype")}
+        shape = replace(
+            shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}"
+        )
+    wanted = {
+        name: getattr(args, name)
+        for name in ("ranks", "axes", "cover", "dtype")
+    }
     layouts = layouts_to_verify(args.layouts, shape, make, **wanted)
     # every n-th layout, so that each part gets its share of the large ones
     if args.part:
@@ -190,7 +219,9 @@ def run(argv: list[str]) -> int:
 def _run(args: argparse.Namespace, parser: Parser) -> int:
     """Compare a run with one process."""
     of_layouts = [
-        name for name in _OF_LAYOUTS if getattr(args, name) != parser.get_default(name)
+        name
+        for name in _OF_LAYOUTS
+        if getattr(args, name) != parser.get_default(name)
     ]
     if of_layouts:
         option = of_layouts[0].replace("_", "-")
@@ -198,7 +229,8 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
             f"--{option} is for layouts of a model; for a run, set it by key=value."
         )
     found = verify_run(
-        load_run(args.words), show=lambda verdict: progress(verdict_text(verdict))
+        load_run(args.words),
+        show=lambda verdict: progress(verdict_text(verdict)),
     )
     result(args, found.figures, found.summary)
     return 0 if found.passed else 1
@@ -231,7 +263,9 @@ def _log(args: argparse.Namespace, shape: Shape) -> Path | None:
     if not args.log and not args.part:
         return None
     part = "{}of{}".format(*args.part or (1, 1))
-    default = f"{shape.name}-{args.ranks}-{args.dtype}-{args.backend}-{part}.jsonl"
+    default = (
+        f"{shape.name}-{args.ranks}-{args.dtype}-{args.backend}-{part}.jsonl"
+    )
     log = Path(args.log) if args.log else Path("runs", "verify", default)
     try_folder(str(log.parent), "--log")
     log.parent.mkdir(parents=True, exist_ok=True)

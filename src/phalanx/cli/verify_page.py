@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..draw import Html, MatrixCell, figure, frame, matrix_svg, paragraphs, table, tag
+from ..draw import (
+    Html,
+    MatrixCell,
+    figure,
+    frame,
+    matrix_svg,
+    paragraphs,
+    table,
+    tag,
+)
 from ..layout.choices import PRECISIONS
 
 if TYPE_CHECKING:
@@ -27,21 +36,29 @@ def features(layout: str) -> tuple[str, ...]:
     other words."""
     kept = (word for word in layout.split() if word not in PRECISIONS)
     words = (
-        re.sub(r"^(dp|pp|cp|tp|ep)[0-9x]+(:[0-9x]+)?", r"\1", word) for word in kept
+        re.sub(r"^(dp|pp|cp|tp|ep)[0-9x]+(:[0-9x]+)?", r"\1", word)
+        for word in kept
     )
-    return tuple(dict.fromkeys(re.sub(r":[0-9]+$", "", word) for word in words)) or (
-        "one rank",
-    )
+    return tuple(
+        dict.fromkeys(re.sub(r":[0-9]+$", "", word) for word in words)
+    ) or ("one rank",)
 
 
-def verified_svg(title: str, verdicts: Sequence[Verdict], width: float) -> Html:
+def verified_svg(
+    title: str, verdicts: Sequence[Verdict], width: float
+) -> Html:
     """Draw a cell for every two features that some layout combines; the diagonal counts
     single features."""
-    having = [(set(features(v.layout)), v) for v in verdicts if not v.cannot_fit]
+    having = [
+        (set(features(v.layout)), v) for v in verdicts if not v.cannot_fit
+    ]
     order = ["dp", "pp", "cp", "tp", "ep"]
     names = sorted(
         {name for has, _ in having for name in has},
-        key=lambda name: (order.index(name) if name in order else len(order), name),
+        key=lambda name: (
+            order.index(name) if name in order else len(order),
+            name,
+        ),
     )
 
     def cell(a: str, b: str) -> MatrixCell | None:
@@ -63,19 +80,35 @@ def verified_svg(title: str, verdicts: Sequence[Verdict], width: float) -> Html:
     notes = [
         "The number counts the layouts with both features; an empty pair was not compared."
     ]
-    return matrix_svg(title, names, cell, _COLOURS, notes, width) if names else Html("")
+    return (
+        matrix_svg(title, names, cell, _COLOURS, notes, width)
+        if names
+        else Html("")
+    )
 
 
-def verified_page(title: str, summary: str, verdicts: Sequence[Verdict]) -> str:
+def verified_page(
+    title: str, summary: str, verdicts: Sequence[Verdict]
+) -> str:
     """Return a page with the matrix, and every layout below it, those that differ
     first."""
     rows = []
     for v in sorted(verdicts, key=lambda v: (v.passed, -v.max_rel_error)):
-        word = "cannot fit" if v.cannot_fit else "agrees" if v.passed else "differs"
-        mark = tag(
-            "span", word, cls="good" if v.passed else "" if v.cannot_fit else "bad"
+        word = (
+            "cannot fit"
+            if v.cannot_fit
+            else "agrees"
+            if v.passed
+            else "differs"
         )
-        error = f"{v.max_rel_error:.1e}" if math.isfinite(v.max_rel_error) else ""
+        mark = tag(
+            "span",
+            word,
+            cls="good" if v.passed else "" if v.cannot_fit else "bad",
+        )
+        error = (
+            f"{v.max_rel_error:.1e}" if math.isfinite(v.max_rel_error) else ""
+        )
         rows.append(
             (
                 tag("code", v.layout or "one rank"),
@@ -85,7 +118,13 @@ def verified_page(title: str, summary: str, verdicts: Sequence[Verdict]) -> str:
                 v.first_difference,
             )
         )
-    head = ("layout", "ranks", "", "largest relative error", "first difference")
+    head = (
+        "layout",
+        "ranks",
+        "",
+        "largest relative error",
+        "first difference",
+    )
     body = (
         figure(partial(verified_svg, title, verdicts)),
         table(head, rows, left=True),

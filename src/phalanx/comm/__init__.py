@@ -27,7 +27,9 @@ TESTED = ((2, 11), (2, 13))
 
 def warn_of_torch(version: str) -> None:
     """Log a warning if the tests were not run with this version of torch."""
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    numbers = tuple(
+        int(part) for part in version.split(".")[:2] if part.isdigit()
+    )
     if not TESTED[0] <= numbers <= TESTED[1]:
         logging.getLogger(__name__).warning(
             "torch %s: phalanx was tested with 2.11 to 2.13. pip install 'torch>=2.11,<2.14', or check"

@@ -50,23 +50,30 @@ def agreement(world: World) -> Iterator[dict[str, str]]:
         raise
     everyone = _facts_of_all(world, facts)
     if failed := [
-        (rank, each[FAILED]) for rank, each in enumerate(everyone) if FAILED in each
+        (rank, each[FAILED])
+        for rank, each in enumerate(everyone)
+        if FAILED in each
     ]:
         lines = [
-            f"rank {rank} could not begin: {error}" for rank, error in failed[:MOST]
+            f"rank {rank} could not begin: {error}"
+            for rank, error in failed[:MOST]
         ]
         raise PeerFailed("\n".join(lines))
     if lines := differences(dict(enumerate(everyone))):
         raise RanksDiffer(not_alike(lines))
 
 
-def _facts_of_all(world: World, facts: Mapping[str, str]) -> list[dict[str, str]]:
+def _facts_of_all(
+    world: World, facts: Mapping[str, str]
+) -> list[dict[str, str]]:
     """All ranks' facts in rank order, on all ranks; empty if they are equal."""
     text = json.dumps(facts, sort_keys=True)
     group = world.split("agreement", [range(world.size)])
     digest = hashlib.sha256(text.encode()).hexdigest()
     alike = len(set(exchange(group, digest))) == 1
-    facts_of = [] if alike else [json.loads(other) for other in exchange(group, text)]
+    facts_of = (
+        [] if alike else [json.loads(other) for other in exchange(group, text)]
+    )
     world.release("agreement")
     return facts_of
 
@@ -85,11 +92,15 @@ def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
     # In pieces, so that a long text needs at most (ranks, PIECE) bytes at once.
     texts = [bytearray() for _ in counts]
     for start in range(0, max(counts), PIECE):
-        width = min(PIECE, max(counts) - start)  # bytes of every rank in this piece
+        width = min(
+            PIECE, max(counts) - start
+        )  # bytes of every rank in this piece
         piece = torch.zeros(width, dtype=torch.uint8)
         mine = raw[start : start + width]
         piece[: len(mine)] = mine
-        pieces = torch.empty(group.size, width, dtype=torch.uint8, device=group.device)
+        pieces = torch.empty(
+            group.size, width, dtype=torch.uint8, device=group.device
+        )
         group.all_gather(pieces, piece.to(group.device))
         if root in (None, group.rank):
             with group.reading():
@@ -145,9 +156,15 @@ def differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
         if len(ranks) > 1:
             # The odd ones out come first. Among values with equally many ranks, rank
             # 0's is taken to be right.
-            order = sorted(ranks.items(), key=lambda item: (len(item[1]), -item[1][0]))
-            shown = [f"{named(who)} {_short(value)}" for value, who in order[:4]]
-            rest = f" and {len(order) - 4} other values" if len(order) > 4 else ""
+            order = sorted(
+                ranks.items(), key=lambda item: (len(item[1]), -item[1][0])
+            )
+            shown = [
+                f"{named(who)} {_short(value)}" for value, who in order[:4]
+            ]
+            rest = (
+                f" and {len(order) - 4} other values" if len(order) > 4 else ""
+            )
             lines.append(f"{name}: {', '.join(shown)}{rest}")
     return lines
 

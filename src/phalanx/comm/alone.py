@@ -14,6 +14,9 @@ class AloneWorld(World):
         super().__init__(0, 1, torch.device(device))
 
     def _split(
-        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+        self,
+        name: str,
+        groups: list[tuple[int, ...]],
+        flows: Sequence[tuple[int, int]],
     ) -> Group:
         return Group(name, 0, (0,), self.device)

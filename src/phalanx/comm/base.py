@@ -64,7 +64,9 @@ class Report:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "Report":
-        secondary = isinstance(error, CommError) and not isinstance(error, CommMisuse)
+        secondary = isinstance(error, CommError) and not isinstance(
+            error, CommMisuse
+        )
         trace = "".join(traceback.format_exception(error))
         text = f"{type(error).__name__}: {error}"
         code = exit_code_of(error)
@@ -215,7 +217,9 @@ class Group:
         peer = at if kind in ("send", "receive") else -1
         return positions.call(self.number, text, peer, kind == "send")
 
-    def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
+    def all_reduce(
+        self, x: Tensor, op: str = "sum", *, wait: bool = True
+    ) -> Work:
         """Replace every rank's `x` by the reduction over all."""
         return self._do(Call("all_reduce", x, op=op), wait)
 
@@ -267,16 +271,30 @@ class Group:
         )
 
     def gather(
-        self, outs: Sequence[Tensor] | None, x: Tensor, root: int, *, wait: bool = True
+        self,
+        outs: Sequence[Tensor] | None,
+        x: Tensor,
+        root: int,
+        *,
+        wait: bool = True,
     ) -> Work:
         """Fill the root's `outs` with every rank's `x`. The others pass None."""
-        return self._do(Call("gather", x, parts=outs and tuple(outs), at=root), wait)
+        return self._do(
+            Call("gather", x, parts=outs and tuple(outs), at=root), wait
+        )
 
     def scatter(
-        self, out: Tensor, xs: Sequence[Tensor] | None, root: int, *, wait: bool = True
+        self,
+        out: Tensor,
+        xs: Sequence[Tensor] | None,
+        root: int,
+        *,
+        wait: bool = True,
     ) -> Work:
         """Fill rank i's `out` with the root's `xs[i]`. The others pass None."""
-        return self._do(Call("scatter", out, parts=xs and tuple(xs), at=root), wait)
+        return self._do(
+            Call("scatter", out, parts=xs and tuple(xs), at=root), wait
+        )
 
     def barrier(self, *, wait: bool = True) -> Work:
         """Wait until every rank has arrived."""
@@ -305,7 +323,10 @@ class World(ABC):
 
     @abstractmethod
     def _split(
-        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+        self,
+        name: str,
+        groups: list[tuple[int, ...]],
+        flows: Sequence[tuple[int, int]],
     ) -> Group:
         """Create this rank's group, with a communicator of its own."""
 
@@ -323,7 +344,9 @@ class World(ABC):
         """
         fixed = [tuple(group) for group in groups]
         text = [list(group) for group in fixed]
-        if sorted(rank for group in fixed for rank in group) != list(range(self.size)):
+        if sorted(rank for group in fixed for rank in group) != list(
+            range(self.size)
+        ):
             raise CommMisuse(
                 f"the groups of split {name!r} hold the ranks {text}; "
                 f"each of the {self.size} ranks of the world must be in exactly one group."
@@ -403,4 +426,6 @@ def group_named(name: str) -> Group:
     try:
         return _open_groups()[name]
     except KeyError:
-        raise CommError(f"no open group is named {name!r} on this rank.") from None
+        raise CommError(
+            f"no open group is named {name!r} on this rank."
+        ) from None

@@ -33,7 +33,9 @@ def colours(groups: Sequence[Ranks]) -> list[int]:
             shifted = (hashed << np.uint64(6)) + (hashed >> np.uint64(2))
             # modulo 2**64, as in C++
             hashed ^= column + np.uint64(0x9E3779B9) + shifted
-        for index, colour in zip(indices, hashed % np.uint64(_MODULUS), strict=True):
+        for index, colour in zip(
+            indices, hashed % np.uint64(_MODULUS), strict=True
+        ):
             result[index] = int(colour)
     return result
 
@@ -56,7 +58,9 @@ def rounds(groups: Sequence[Ranks], world: int) -> list[list[Ranks]]:
                 later.append(ranks)
             else:
                 chosen[colour] = ranks
-        while (fillers := _fillers(_idle(chosen.values(), world), set(chosen))) is None:
+        while (
+            fillers := _fillers(_idle(chosen.values(), world), set(chosen))
+        ) is None:
             _, ranks = chosen.popitem()
             later.append(ranks)
         made.append([*chosen.values(), *fillers])

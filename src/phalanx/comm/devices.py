@@ -56,7 +56,9 @@ class Devices:
         """True if this build of torch has the named backend."""
         if not dist.is_available():
             return False
-        return {NCCL: dist.is_nccl_available, GLOO: dist.is_gloo_available}[backend]()
+        return {NCCL: dist.is_nccl_available, GLOO: dist.is_gloo_available}[
+            backend
+        ]()
 
     def index(self, local: int) -> int | None:
         """The GPU for the rank with number `local` on its host, or None.

@@ -19,7 +19,13 @@ from phalanx.comm.agree import FAILED, differences, not_alike
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommError, CommMisuse, World, named
 from phalanx.comm.devices import Devices, name_unused
-from phalanx.comm.network import WAYS_OUT, Address, await_master, check_routes, listen
+from phalanx.comm.network import (
+    WAYS_OUT,
+    Address,
+    await_master,
+    check_routes,
+    listen,
+)
 from phalanx.comm.process import ProcessWorld
 from phalanx.layout.choices import GLOO, NCCL
 from phalanx.layout.device_environment import set_up
@@ -56,7 +62,9 @@ def open_store(at: Rendezvous, mine: Address, timeout: float) -> Any:
     # A launcher that restarts the ranks keeps its store, with what the last attempt
     # wrote. If rank 0 has begun a new store, an agent that joined late counts fewer
     # attempts than the others.
-    return _dist.PrefixStore(f"phalanx/{at.attempt if at.served else 0}", store)
+    return _dist.PrefixStore(
+        f"phalanx/{at.attempt if at.served else 0}", store
+    )
 
 
 def join(
@@ -95,7 +103,9 @@ def join(
         started = "nothing has started this process as a rank"
         if at is not None:
             started = f"the launcher has started {size} ({at.source})"
-        raise CommMisuse(f"the run needs {ranks} ranks, but {started}; start {ranks}.")
+        raise CommMisuse(
+            f"the run needs {ranks} ranks, but {started}; start {ranks}."
+        )
     if backend == "auto" and (at is None or at.rank == 0):
         name_unused(devices)
     if at is None:
@@ -103,7 +113,10 @@ def join(
     mine = Address.choose(at, interface)
     store = open_store(at, mine, timeout)
     backend = meet(
-        store, at, offer(at, backend, devices) | {":address": str(mine)}, timeout
+        store,
+        at,
+        offer(at, backend, devices) | {":address": str(mine)},
+        timeout,
     )
     mine.use(os.environ)
     if not at.one_host:
@@ -143,7 +156,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) -> str:
+def meet(
+    store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float
+) -> str:
     """Agree on the backend of all ranks; without one, all raise the same error.
 
     Every rank appends its offer to one key, which rank 0 reads, and all read rank 0's
@@ -179,22 +194,28 @@ def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) ->
     return str(answer["backend"])
 
 
-def _answer(store: Any, at: Rendezvous, timeout: float) -> tuple[dict[str, str], int]:
+def _answer(
+    store: Any, at: Rendezvous, timeout: float
+) -> tuple[dict[str, str], int]:
     """Rank 0's answer to all ranks, and the number of ranks that have made an offer."""
     begun, size, told = time.monotonic(), at.size, False
     while True:
         lines = store.get("offers").decode().splitlines()
-        offers: dict[int, dict[str, str]] = dict(sorted(map(json.loads, lines)))
+        offers: dict[int, dict[str, str]] = dict(
+            sorted(map(json.loads, lines))
+        )
         for rank, each in offers.items():
             if FAILED in each:
-                return {"error": f"rank {rank} could not begin: {each[FAILED]}"}, len(
-                    offers
-                )
+                return {
+                    "error": f"rank {rank} could not begin: {each[FAILED]}"
+                }, len(offers)
         # Compare as soon as two have arrived: with different numbers of ranks, some
         # would never come.
         compared = {
             rank: {
-                name: value for name, value in each.items() if not name.startswith(":")
+                name: value
+                for name, value in each.items()
+                if not name.startswith(":")
             }
             for rank, each in offers.items()
         }
@@ -211,7 +232,10 @@ def _answer(store: Any, at: Rendezvous, timeout: float) -> tuple[dict[str, str],
             print(text, file=sys.stderr, flush=True)
         time.sleep(0.02)
     try:
-        return {"backend": backend_of(list(offers.values())), "ranks": str(size)}, size
+        return {
+            "backend": backend_of(list(offers.values())),
+            "ranks": str(size),
+        }, size
     except CommMisuse as error:
         return {"error": str(error)}, size
 
@@ -221,7 +245,8 @@ def _missing(
 ) -> str:
     missing = named([rank for rank in range(at.size) if rank not in offers])
     came = ", ".join(
-        f"{rank} from {each.get(':address', '?')}" for rank, each in offers.items()
+        f"{rank} from {each.get(':address', '?')}"
+        for rank, each in offers.items()
     )
     if len(offers) > 16:
         came = f"{len(offers)} ranks"
@@ -262,7 +287,9 @@ def _let_read(store: Any, others: int) -> None:
         time.sleep(0.02)
 
 
-def report_failure(error: str, environment: Mapping[str, str] | None = None) -> None:
+def report_failure(
+    error: str, environment: Mapping[str, str] | None = None
+) -> None:
     """Tell the other ranks, if a launcher started any, why this one does not join them."""
     with contextlib.suppress(CommError, RuntimeError):
         at = rendezvous(os.environ if environment is None else environment)
@@ -270,10 +297,13 @@ def report_failure(error: str, environment: Mapping[str, str] | None = None) -> 
             return
         store = open_store(at, Address.choose(at), COMING)
         if at.rank:
-            store.append("offers", json.dumps([at.rank, {FAILED: error}]) + "\n")
+            store.append(
+                "offers", json.dumps([at.rank, {FAILED: error}]) + "\n"
+            )
         else:
             store.set(
-                "answer", json.dumps({"error": f"rank 0 could not begin: {error}"})
+                "answer",
+                json.dumps({"error": f"rank 0 could not begin: {error}"}),
             )
             if not at.served:
                 _let_read(store, at.size - 1)

@@ -42,7 +42,9 @@ class Held:
 
     where: str
     call: Call
-    reads: list[tuple[Tensor, Tensor]]  # each with a copy from the start of the call
+    reads: list[
+        tuple[Tensor, Tensor]
+    ]  # each with a copy from the start of the call
     # each with its poisoned copy, and its result
     writes: list[tuple[Tensor, Tensor, Tensor]]
     returned: bool = False
@@ -50,7 +52,9 @@ class Held:
     def misuse(self) -> str:
         """Describe how the rank misused tensors that belong to the group, or return ""."""
         reading = self.call.still or not self.returned
-        if reading and not all(same_bits(x, before) for x, before in self.reads):
+        if reading and not all(
+            same_bits(x, before) for x, before in self.reads
+        ):
             return f"{self.where}: a tensor that the call reads has been written to too early."
         if not self.returned and not all(
             same_bits(x, bad) for x, bad, _ in self.writes
@@ -89,7 +93,13 @@ def written(call: Call, place: int) -> str:
 
 def tensors(call: Call, field: str) -> Sequence[Tensor]:
     value = getattr(call, field)
-    return () if value is None else (value,) if isinstance(value, Tensor) else value
+    return (
+        ()
+        if value is None
+        else (value,)
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def private(call: Call) -> Call:
@@ -99,7 +109,9 @@ def private(call: Call) -> Call:
         call.kind,
         call.x.detach().clone(),
         None if out is None else out.detach().clone(),
-        None if parts is None else tuple(part.detach().clone() for part in parts),
+        None
+        if parts is None
+        else tuple(part.detach().clone() for part in parts),
         call.op,
         call.at,
         call.in_splits,
@@ -112,7 +124,9 @@ def poison(x: Tensor) -> None:
     if x.dtype.is_floating_point:
         x.detach().fill_(math.nan)
     else:
-        x.detach().fill_(1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+        x.detach().fill_(
+            1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+        )
 
 
 def hold(where: str, call: Call, copy: Call, place: int) -> Held:
@@ -122,7 +136,9 @@ def hold(where: str, call: Call, copy: Call, place: int) -> Held:
         pair
         for field in FIELDS
         if field != into
-        for pair in zip(tensors(call, field), tensors(copy, field), strict=True)
+        for pair in zip(
+            tensors(call, field), tensors(copy, field), strict=True
+        )
     ]
     writes = tensors(call, into) if into else ()
     for x in writes:
@@ -132,7 +148,9 @@ def hold(where: str, call: Call, copy: Call, place: int) -> Held:
             x.detach().copy_(before)
     bad = [x.detach().clone() for x in writes]
     results = tensors(copy, into) if into else ()
-    return Held(where, call, reads, list(zip(writes, bad, results, strict=True)))
+    return Held(
+        where, call, reads, list(zip(writes, bad, results, strict=True))
+    )
 
 
 class LateMembers(ThreadMembers):
@@ -162,7 +180,9 @@ class LateMembers(ThreadMembers):
         with self.hub.lock:
             met = self.met.get(meeting, [held])
             # Members that have not returned check their own tensors when they do.
-            wrong = [each.misuse() for each in met if each is held or each.returned]
+            wrong = [
+                each.misuse() for each in met if each is held or each.returned
+            ]
             for x, _, result in held.writes:
                 x.detach().copy_(result)
             held.returned = True
@@ -201,7 +221,12 @@ class LateWork(OpenWork):
     """A call whose results appear at the wait and not before."""
 
     def __init__(
-        self, members: LateMembers, meeting: Meeting, place: int, copy: Call, held: Held
+        self,
+        members: LateMembers,
+        meeting: Meeting,
+        place: int,
+        copy: Call,
+        held: Held,
     ) -> None:
         super().__init__(held)
         self._members, self._meeting, self._place, self._copy = (
@@ -246,7 +271,9 @@ class LateGroup(ThreadGroup):
         return SentWork(hold(where, call, private(call), self.rank), sent.x)
 
     def _opened(self, work: OpenWork) -> OpenWork:
-        self._open = [each for each in self._open if not each.held.returned] + [work]
+        self._open = [
+            each for each in self._open if not each.held.returned
+        ] + [work]
         return work
 
     def close(self) -> None:
@@ -261,7 +288,9 @@ class LateGroup(ThreadGroup):
 # Ranks take turns: one computes until it has to wait. Every torch operation releases
 # the interpreter lock, and handing it over each time would take as long as the
 # computation itself.
-TURNS: weakref.WeakKeyDictionary[Hub, threading.Lock] = weakref.WeakKeyDictionary()
+TURNS: weakref.WeakKeyDictionary[Hub, threading.Lock] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @contextmanager

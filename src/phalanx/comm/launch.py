@@ -37,7 +37,11 @@ def launch(
     top level of a module. With `apart`, even a single rank is a process: it may die
     while the launcher lives.
     """
-    terms: dict[str, Any] = {"backend": backend, "timeout": timeout, "apart": apart}
+    terms: dict[str, Any] = {
+        "backend": backend,
+        "timeout": timeout,
+        "apart": apart,
+    }
     with workers(ranks, threads_per_rank=threads_per_rank, **terms) as run:
         return run(fn, *args)
 
@@ -68,7 +72,9 @@ def workers(
         gpus = used_gpus(kind, ranks)
         yield lambda fn, *args: run_threads(fn, ranks, args, timeout, gpus)
     else:
-        pool = Pool(kind, ranks, timeout, threads_per_rank or max(1, cores() // ranks))
+        pool = Pool(
+            kind, ranks, timeout, threads_per_rank or max(1, cores() // ranks)
+        )
         try:
             yield pool.run
         finally:
@@ -101,20 +107,26 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
     if ranks == 1:
         return ALONE
     if backend == "auto" and devices.gpus:
-        backend = NCCL if devices.has(NCCL) and devices.gpus >= ranks else THREADS
+        backend = (
+            NCCL if devices.has(NCCL) and devices.gpus >= ranks else THREADS
+        )
     elif backend == "auto":
         backend = GLOO if devices.has(GLOO) and why_not(ranks) else SHM
     if backend == SHM and os.name != "posix":
         backend = GLOO
     if backend == GLOO and not devices.has(GLOO):
-        raise CommMisuse("this build of torch has no gloo; use backend threads.")
+        raise CommMisuse(
+            "this build of torch has no gloo; use backend threads."
+        )
     return backend
 
 
 def used_gpus(kind: str, ranks: int, devices: Devices | None = None) -> int:
     """The number of GPUs of `ranks` local ranks on a chosen backend; 0: the CPU."""
     return (
-        min(ranks, (devices or Devices()).gpus) if kind in (ALONE, THREADS, NCCL) else 0
+        min(ranks, (devices or Devices()).gpus)
+        if kind in (ALONE, THREADS, NCCL)
+        else 0
     )
 
 

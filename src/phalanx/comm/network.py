@@ -20,7 +20,9 @@ from typing import Any
 from phalanx.comm.base import CommError, CommMisuse
 from phalanx.layout.environment import Rendezvous
 
-REACHING = 8.0  # seconds in which one host must reach another that waits for it
+REACHING = (
+    8.0  # seconds in which one host must reach another that waits for it
+)
 WAYS_OUT = (
     "Name the interface that the hosts share: network.interface = 'eth0', MASTER_ADDR by its address"
     " there, and let firewalls pass its ports."
@@ -57,7 +59,9 @@ class Address:
             # Debian resolves a host's own name to 127.0.1.1 on the host itself, and to
             # another address elsewhere.
             others = [
-                each for each in addresses().values() if not each.startswith("127.")
+                each
+                for each in addresses().values()
+                if not each.startswith("127.")
             ]
             default = _from_here(_NOWHERE, at.port)
             address = default or next(iter(others), address)
@@ -69,12 +73,12 @@ class Address:
         if self.interface:
             environment.setdefault("GLOO_SOCKET_IFNAME", self.interface)
             if self.interface != "lo":
-                environment.setdefault("NCCL_SOCKET_IFNAME", f"={self.interface}")
+                environment.setdefault(
+                    "NCCL_SOCKET_IFNAME", f"={self.interface}"
+                )
 
     def __str__(self) -> str:
-        return (
-            f"{self.address} ({self.interface or 'unknown interface'}) on {self.host}"
-        )
+        return f"{self.address} ({self.interface or 'unknown interface'}) on {self.host}"
 
 
 def addresses() -> dict[str, str]:
@@ -118,18 +122,23 @@ def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
         if leads:
             listener = stack.enter_context(
                 socket.create_server(
-                    (mine.address, 0), family=_family(mine.address), backlog=1024
+                    (mine.address, 0),
+                    family=_family(mine.address),
+                    backlog=1024,
                 )
             )
             port = listener.getsockname()[1]
             store.append(
-                "hosts", json.dumps([at.rank, mine.address, port, str(mine)]) + "\n"
+                "hosts",
+                json.dumps([at.rank, mine.address, port, str(mine)]) + "\n",
             )
         # Every host has published its listener once all ranks are counted.
         if store.add("placed", 1) == at.size:
             store.set("all placed", "1")
         _wait(store, "all placed", at)
-        hosts = sorted(map(json.loads, store.get("hosts").decode().splitlines()))
+        hosts = sorted(
+            map(json.loads, store.get("hosts").decode().splitlines())
+        )
         if len(hosts) == 1:
             return
         if leads:
@@ -186,7 +195,9 @@ def listen(at: Rendezvous) -> socket.socket:
     address = at.host
     with contextlib.suppress(OSError):
         address = str(
-            socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)[0][4][0]
+            socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)[0][
+                4
+            ][0]
         )
     if (
         address.startswith("127.")
@@ -205,7 +216,9 @@ def listen(at: Rendezvous) -> socket.socket:
         ) from None
 
 
-def await_master(at: Rendezvous, mine: Address, seconds: float, notice: float) -> str:
+def await_master(
+    at: Rendezvous, mine: Address, seconds: float, notice: float
+) -> str:
     """Try to connect to the store; returns "", or the reason after `seconds`.
 
     After `notice` seconds it prints a line, as the others may start much later.

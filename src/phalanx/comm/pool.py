@@ -48,12 +48,16 @@ Meeting = str | tuple[str, Extent]
 class Pool:
     """A world's processes, each waiting at its pipe for (fn, args), or None to end."""
 
-    def __init__(self, backend: str, ranks: int, timeout: float, threads: int) -> None:
+    def __init__(
+        self, backend: str, ranks: int, timeout: float, threads: int
+    ) -> None:
         self._terms = (backend, ranks, timeout, threads)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._remove = contextlib.ExitStack()
-        self._imports = False  # True if processes must import the functions they call
+        self._imports = (
+            False  # True if processes must import the functions they call
+        )
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._processes:
@@ -101,7 +105,14 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, meeting, dict(os.environ), outlasts, *self._terms),
+                args=(
+                    theirs,
+                    rank,
+                    meeting,
+                    dict(os.environ),
+                    outlasts,
+                    *self._terms,
+                ),
                 daemon=True,
             )
             with _main_of_its_own():
@@ -116,7 +127,11 @@ class Pool:
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = None
         while waiting:
-            left = LOOKS if deadline is None else max(0.0, deadline - time.monotonic())
+            left = (
+                LOOKS
+                if deadline is None
+                else max(0.0, deadline - time.monotonic())
+            )
             ready = [
                 pipe
                 for pipe in wait(list(waiting), left)
@@ -183,14 +198,19 @@ def _context(backend: str) -> Any:
     # A forked process hangs if threads of its parent, such as OpenMP's, held a lock. So
     # fork this process only if it has no other threads; otherwise fork a server process
     # that never has any.
-    if len(os.listdir("/proc/self/task")) == 1 and not torch.cuda.is_available():
+    if (
+        len(os.listdir("/proc/self/task")) == 1
+        and not torch.cuda.is_available()
+    ):
         return multiprocessing.get_context("fork")
     prepare()
     return multiprocessing.get_context("forkserver")
 
 
 def _main_is_a_file() -> bool:
-    return os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
+    return os.path.exists(
+        getattr(sys.modules["__main__"], "__file__", None) or ""
+    )
 
 
 @contextlib.contextmanager
@@ -216,7 +236,9 @@ def prepare() -> None:
     """
     if sys.platform != "linux":
         return
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        [__name__]
+    )
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = dict(os.environ)
     os.environ.update(dict.fromkeys(threads, "1"))
@@ -268,7 +290,12 @@ def _serve(
 
 
 def _world(
-    meeting: Meeting, rank: int, backend: str, ranks: int, timeout: float, threads: int
+    meeting: Meeting,
+    rank: int,
+    backend: str,
+    ranks: int,
+    timeout: float,
+    threads: int,
 ) -> World:
     torch.set_num_threads(threads)
     if backend == ALONE:
@@ -276,7 +303,9 @@ def _world(
     if not isinstance(meeting, str):
         return ShmWorld(*meeting, rank, timeout=timeout)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = (
+        loopback
+    )
     gpu = rank
     if backend == NCCL and SHARE_GPUS in os.environ:
         gpu = rank % torch.cuda.device_count()

@@ -161,7 +161,9 @@ class TorchGroup(Group):
         except (RuntimeError, ValueError) as error:
             if isinstance(error, CommError):
                 raise
-            raise CommError(f"{self._where(call)} failed: {_reason(error)}") from error
+            raise CommError(
+                f"{self._where(call)} failed: {_reason(error)}"
+            ) from error
 
     def _where(self, call: Call) -> str:
         return f"rank {self.ranks[self.rank]} in {call.kind} on {self.name}"
@@ -172,7 +174,9 @@ class TorchGroup(Group):
         return Pending(self._where(call), [(work, self._others)], after)
 
     def _around(self, step: int) -> Iterator[int]:
-        return ((self.rank + step * i) % self.size for i in range(1, self.size))
+        return (
+            (self.rank + step * i) % self.size for i in range(1, self.size)
+        )
 
     def _trade(
         self,
@@ -187,7 +191,9 @@ class TorchGroup(Group):
             receives[me].view(-1).copy_(sends[me].view(-1))
         # Nearest rank first, so that ranks do not all send to rank 0 at the same time.
         out = [
-            (i, sends[i]) for i in self._around(1) if i in sends and sends[i].numel()
+            (i, sends[i])
+            for i in self._around(1)
+            if i in sends and sends[i].numel()
         ]
         into = [
             (i, receives[i])
@@ -196,14 +202,18 @@ class TorchGroup(Group):
         ]
         if self._native:
             batch = [
-                dist.P2POp(dist.irecv, x, group=group, group_peer=i) for i, x in into
+                dist.P2POp(dist.irecv, x, group=group, group_peer=i)
+                for i, x in into
             ]
             batch += [
-                dist.P2POp(dist.isend, x, group=group, group_peer=i) for i, x in out
+                dist.P2POp(dist.isend, x, group=group, group_peer=i)
+                for i, x in out
             ]
             works = dist.batch_isend_irecv(batch) if batch else []
             return Pending(
-                self._where(call), [(work, self._others) for work in works], after
+                self._where(call),
+                [(work, self._others) for work in works],
+                after,
             )
         # Each trade has its own tag, so it cannot match another transfer of the pair.
         self._tags["trade", 0] += 1
@@ -219,10 +229,18 @@ class TorchGroup(Group):
         x, op = call.x, call.op
         if x.dtype.is_floating_point and op in ("min", "max"):
             whole = ordered(x, op)
-            work = dist.all_reduce(whole, _OPS[op], group=self._group, async_op=True)
+            work = dist.all_reduce(
+                whole, _OPS[op], group=self._group, async_op=True
+            )
             return self._pending(call, work, lambda: x.copy_(unordered(whole)))
-        total = x.to(torch.float32) if x.dtype in HALVES and not self._native else x
-        work = dist.all_reduce(total, _OPS[op], group=self._group, async_op=True)
+        total = (
+            x.to(torch.float32)
+            if x.dtype in HALVES and not self._native
+            else x
+        )
+        work = dist.all_reduce(
+            total, _OPS[op], group=self._group, async_op=True
+        )
 
         def after() -> None:
             if op == "average":
@@ -238,7 +256,10 @@ class TorchGroup(Group):
             return self._trade(call, {root: x}, {})
         parts = {i: torch.empty_like(x) for i in range(self.size)} | {root: x}
         return self._trade(
-            call, {}, parts, lambda: reduce_into(x, list(parts.values()), call.op)
+            call,
+            {},
+            parts,
+            lambda: reduce_into(x, list(parts.values()), call.op),
         )
 
     def _broadcast(self, call: Call) -> Work:
@@ -253,7 +274,9 @@ class TorchGroup(Group):
         if self._native:
             # One torch call, as for all-to-all; with our own sends and receives it
             # would be 2(n-1) calls.
-            work = _all_gather(out.view(-1), x, group=self._group, async_op=True)
+            work = _all_gather(
+                out.view(-1), x, group=self._group, async_op=True
+            )
             return self._pending(call, work)
         rows = out.view(self.size, x.numel())
         return self._trade(
@@ -293,17 +316,26 @@ class TorchGroup(Group):
         sends, takes = list(call.in_splits), list(call.out_splits)
         if self._native:
             work = dist.all_to_all_single(
-                call.out, call.x, takes, sends, group=self._group, async_op=True
+                call.out,
+                call.x,
+                takes,
+                sends,
+                group=self._group,
+                async_op=True,
             )
             return self._pending(call, work)
         out, into = torch.split(call.x, sends), torch.split(call.out, takes)
         return self._trade(call, dict(enumerate(out)), dict(enumerate(into)))
 
     def _gather(self, call: Call) -> Work:
-        return self._trade(call, {call.at: call.x}, dict(enumerate(call.parts or ())))
+        return self._trade(
+            call, {call.at: call.x}, dict(enumerate(call.parts or ()))
+        )
 
     def _scatter(self, call: Call) -> Work:
-        return self._trade(call, dict(enumerate(call.parts or ())), {call.at: call.x})
+        return self._trade(
+            call, dict(enumerate(call.parts or ())), {call.at: call.x}
+        )
 
     def _barrier(self, call: Call) -> Work:
         return self._pending(call, _barrier(self._group, self.device))
@@ -321,7 +353,9 @@ class TorchGroup(Group):
     def _receive(self, call: Call) -> Work:
         return self._transfer(dist.irecv, call, call.x)
 
-    def _transfer(self, begin: Callable[..., Any], call: Call, x: Tensor) -> Pending:
+    def _transfer(
+        self, begin: Callable[..., Any], call: Call, x: Tensor
+    ) -> Pending:
         peer, tag = self.ranks[call.at], 2 * self._tags[call.kind, call.at]
         self._tags[call.kind, call.at] += 1
         work = begin(x, peer, group=self._communicator(call), tag=tag)
@@ -330,7 +364,11 @@ class TorchGroup(Group):
     def _communicator(self, call: Call) -> dist.ProcessGroup:
         if self._flows is None:
             return self._group
-        flow = (self.rank, call.at) if call.kind == "send" else (call.at, self.rank)
+        flow = (
+            (self.rank, call.at)
+            if call.kind == "send"
+            else (call.at, self.rank)
+        )
         if flow not in self._flows:
             raise CommMisuse(
                 f"{self._where(call)}: the group was split without the flow {flow}. NCCL needs a "
@@ -363,7 +401,9 @@ class ProcessWorld(World):
         # Every NCCL branch that does not touch the device depends on this flag, so that
         # tests can run it over gloo.
         self.native = backend == NCCL
-        device = torch.device("cuda", gpu) if self.native else torch.device("cpu")
+        device = (
+            torch.device("cuda", gpu) if self.native else torch.device("cpu")
+        )
         super().__init__(rank, size, device)
         self._timeout = timedelta(seconds=timeout)
         self._made = store is not None
@@ -394,17 +434,24 @@ class ProcessWorld(World):
             dist.get_world_size(),
         )
         world = cls(backend, None, rank, size, gpu=gpu, timeout=timeout)
-        world.bound = getattr(_untyped.group.WORLD, "bound_device_id", None) is not None
+        world.bound = (
+            getattr(_untyped.group.WORLD, "bound_device_id", None) is not None
+        )
         return world
 
     def _split(
-        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+        self,
+        name: str,
+        groups: list[tuple[int, ...]],
+        flows: Sequence[tuple[int, int]],
     ) -> Group:
         ranks = self.own(groups)
         made: list[dist.ProcessGroup] = []
         group = self._new(name, groups, made)
         if not self.native:
-            return TorchGroup(name, self.rank, ranks, self.device, group, None, made)
+            return TorchGroup(
+                name, self.rank, ranks, self.device, group, None, made
+            )
         if len(ranks) > 1:
             self._connect_all(group)
         lines: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -420,10 +467,15 @@ class ProcessWorld(World):
             title = f"{name}:{'+'.join(f'{i}>{j}' for i, j in batch)}"
             line = self._new(title, pairs, made, FLOW_BLOCKS)
             for i, j in batch:
-                if max(i, j) < len(ranks) and self.rank in (ranks[i], ranks[j]):
+                if max(i, j) < len(ranks) and self.rank in (
+                    ranks[i],
+                    ranks[j],
+                ):
                     lines[i, j] = line
                     self._connect(line, ranks[i], ranks[j])
-        return TorchGroup(name, self.rank, ranks, self.device, group, lines, made)
+        return TorchGroup(
+            name, self.rank, ranks, self.device, group, lines, made
+        )
 
     def _connect_all(self, group: dist.ProcessGroup) -> None:
         """Sum one number over a group to connect its members before a step.
@@ -434,7 +486,9 @@ class ProcessWorld(World):
         """
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
-    def _connect(self, line: dist.ProcessGroup, source: int, target: int) -> None:
+    def _connect(
+        self, line: dist.ProcessGroup, source: int, target: int
+    ) -> None:
         """Send one number along a flow, so that its connection exists.
 
         NCCL connects two ranks inside their first send or receive, where the host waits
@@ -472,7 +526,10 @@ class ProcessWorld(World):
             )
         options = nccl_options(blocks) if self.native else None
         for group in together:
-            terms: dict[str, Any] = {"timeout": self._timeout, "group_desc": name}
+            terms: dict[str, Any] = {
+                "timeout": self._timeout,
+                "group_desc": name,
+            }
             new = dist.new_group(list(group), pg_options=options, **terms)
             if self.rank in group:
                 own = new
@@ -556,7 +613,9 @@ def ordered(x: Tensor, op: str) -> Tensor:
     Reducing these keeps a NaN, which min and max of floats may drop on some backends.
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    whole = wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
+    whole = wide.view(
+        torch.int64 if wide.dtype == torch.float64 else torch.int32
+    )
     limits = torch.iinfo(whole.dtype)
     beyond = limits.max if op == "max" else limits.min
     return _flip(whole).masked_fill_(wide.isnan(), beyond)
@@ -580,11 +639,17 @@ def _plain(call: Call) -> Call:
     """The call with tensors that backends accept: no autograd, bools as bytes."""
 
     def plain(x: Tensor) -> Tensor:
-        return x.detach().view(torch.uint8) if x.dtype == torch.bool else x.detach()
+        return (
+            x.detach().view(torch.uint8)
+            if x.dtype == torch.bool
+            else x.detach()
+        )
 
     return replace(
         call,
         x=plain(call.x),
         out=None if call.out is None else plain(call.out),
-        parts=None if call.parts is None else tuple(plain(part) for part in call.parts),
+        parts=None
+        if call.parts is None
+        else tuple(plain(part) for part in call.parts),
     )

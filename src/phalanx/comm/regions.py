@@ -61,7 +61,11 @@ def exchange(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
     return _region("exchange", x, group, split_dim, join_dim)
 
 
-_PAIRS = (("copy", "reduce"), ("gather", "take"), ("gather_sum", "scatter_sum"))
+_PAIRS = (
+    ("copy", "reduce"),
+    ("gather", "take"),
+    ("gather_sum", "scatter_sum"),
+)
 _CONJUGATE = {
     "exchange": "exchange",
     **dict(_PAIRS),
@@ -92,7 +96,9 @@ def is_opaque() -> bool:
     return torch.compiler.is_compiling() or getattr(_local, "opaque", False)
 
 
-def _region(kind: str, x: Tensor, group: Group, dim: int = 0, join: int = 0) -> Tensor:
+def _region(
+    kind: str, x: Tensor, group: Group, dim: int = 0, join: int = 0
+) -> Tensor:
     if group.size == 1:
         return x
     if kind not in ("copy", "reduce"):
@@ -120,7 +126,11 @@ class _Region(torch.autograd.Function):
         join: int,
     ) -> Tensor:
         ctx.kind, ctx.where, ctx.dim, ctx.join = kind, where, dim, join
-        return x.view_as(x) if kind == "copy" else _carry(x, kind, where, dim, join)
+        return (
+            x.view_as(x)
+            if kind == "copy"
+            else _carry(x, kind, where, dim, join)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,12 +187,16 @@ def _joined(parts: Tensor, dim: int) -> Tensor:
 
 
 @torch.library.custom_op("phalanx::region", mutates_args=())
-def _op(x: Tensor, kind: str, name: str, size: int, dim: int, join: int) -> Tensor:
+def _op(
+    x: Tensor, kind: str, name: str, size: int, dim: int, join: int
+) -> Tensor:
     return carry(x, kind, group_named(name), dim, join)
 
 
 @_op.register_fake
-def _(x: Tensor, kind: str, name: str, size: int, dim: int, join: int) -> Tensor:
+def _(
+    x: Tensor, kind: str, name: str, size: int, dim: int, join: int
+) -> Tensor:
     shape = list(x.shape)
     if kind in (*_SHRINKS, "exchange"):
         shape[dim] //= size

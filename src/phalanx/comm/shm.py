@@ -22,7 +22,9 @@ class ShmGroup(Group):
         super().__init__(shared.name, shared.rank, shared.ranks, world.device)
         self._shared = shared
 
-    def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
+    def all_reduce(
+        self, x: Tensor, op: str = "sum", *, wait: bool = True
+    ) -> Work:
         """Reduce over the group; small, urgent tensors take a shorter path."""
         number, positions = 0, self.positions
         if wait and self.size > 1:
@@ -40,7 +42,11 @@ class ShmGroup(Group):
         return self._do(Call("all_reduce", x, op=op), wait, number)
 
     def _begin(self, call: Call) -> Work:
-        return super()._begin(call) if self._alone(call) else self._shared.begin(call)
+        return (
+            super()._begin(call)
+            if self._alone(call)
+            else self._shared.begin(call)
+        )
 
     def close(self) -> None:
         """Close with every member, so that none leaves while its data is being read."""
@@ -52,18 +58,25 @@ class ShmGroup(Group):
 class ShmWorld(World):
     """This process as one rank of an arena. `path` is opened once."""
 
-    def __init__(self, path: str, extent: Extent, rank: int, *, timeout: float) -> None:
+    def __init__(
+        self, path: str, extent: Extent, rank: int, *, timeout: float
+    ) -> None:
         super().__init__(rank, extent.ranks, torch.device("cpu"))
         self._shared = SharedWorld(path, extent, rank, timeout=timeout)
 
     def _split(
-        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+        self,
+        name: str,
+        groups: list[tuple[int, ...]],
+        flows: Sequence[tuple[int, int]],
     ) -> Group:
         return ShmGroup(self, self._shared.split(name, groups))
 
     def record(self, positions: Positions | None) -> None:
         super().record(positions)
-        self._shared.watch.watched = positions is not None and positions.watched
+        self._shared.watch.watched = (
+            positions is not None and positions.watched
+        )
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._shared.empty(numel, dtype)

@@ -57,7 +57,10 @@ class TallyWorld(World):
         self.ledger: list[Message] = []
 
     def _split(
-        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+        self,
+        name: str,
+        groups: list[tuple[int, ...]],
+        flows: Sequence[tuple[int, int]],
     ) -> Group:
         ranks = self.own(groups)
         group = Tally(name, ranks.index(self.rank), ranks, self.device)

@@ -43,7 +43,10 @@ class Hub:
     """State shared by all ranks of one world."""
 
     def __init__(
-        self, size: int, timeout: float, members: "type[ThreadMembers] | None" = None
+        self,
+        size: int,
+        timeout: float,
+        members: "type[ThreadMembers] | None" = None,
     ) -> None:
         self.timeout = timeout
         self.members = members or ThreadMembers
@@ -69,7 +72,9 @@ class Hub:
             self.gone.add(rank)
             self.wake()
 
-    def group(self, number: int, name: str, ranks: tuple[int, ...]) -> "ThreadMembers":
+    def group(
+        self, number: int, name: str, ranks: tuple[int, ...]
+    ) -> "ThreadMembers":
         """The group of the world's split with this number, shared by members."""
         with self.lock:
             return self.groups.setdefault(
@@ -82,7 +87,9 @@ class Hub:
             group.closed += 1
             if group.closed == len(group.ranks):
                 self.groups = {
-                    key: each for key, each in self.groups.items() if each is not group
+                    key: each
+                    for key, each in self.groups.items()
+                    if each is not group
                 }
 
     def wake(self) -> None:
@@ -107,7 +114,9 @@ class Meeting:
         self.first = self.first or (i, signature)
         if signature != self.first[1]:
             return self.first[0]
-        for j, other in enumerate(self.calls if call.kind == "all_to_all" else ()):
+        for j, other in enumerate(
+            self.calls if call.kind == "all_to_all" else ()
+        ):
             if other is not None and (
                 call.in_splits[j] != other.out_splits[i]
                 or other.in_splits[i] != call.out_splits[j]
@@ -169,8 +178,12 @@ class ThreadMembers:
                 )
                 # If all have arrived, the call is being computed, however long that
                 # takes.
-                if (self._hopeless(meeting) or not woken) and self._absent(meeting):
-                    hub.failure = hub.failure or self._missing(meeting, me, call)
+                if (self._hopeless(meeting) or not woken) and self._absent(
+                    meeting
+                ):
+                    hub.failure = hub.failure or self._missing(
+                        meeting, me, call
+                    )
                     hub.wake()
             hub.doing[me] = None
         for event in meeting.settled:
@@ -196,11 +209,11 @@ class ThreadMembers:
         for i in pair:
             call = meeting.calls[i]
             assert call is not None
-            rows = (
-                f" (sends {list(call.in_splits)}, takes {list(call.out_splits)} rows)"
-            )
+            rows = f" (sends {list(call.in_splits)}, takes {list(call.out_splits)} rows)"
             splits = rows if call.kind == "all_to_all" else ""
-            sides.append((self.ranks[meeting.members[i]], call.signature() + splits))
+            sides.append(
+                (self.ranks[meeting.members[i]], call.signature() + splits)
+            )
         self.hub.fail(disagreement(number, self.name, sides))
         with self.hub.lock:
             self._raise_failure()
@@ -252,7 +265,9 @@ class ThreadWork(Work):
 class ThreadGroup(Group):
     """A group of threads, as one of them sees it."""
 
-    def __init__(self, members: ThreadMembers, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, members: ThreadMembers, rank: int, device: torch.device
+    ) -> None:
         super().__init__(members.name, rank, members.ranks, device)
         self._members = members
 
@@ -277,14 +292,19 @@ class ThreadWorld(World):
     group_type: type[ThreadGroup] = ThreadGroup
     members_type: type[ThreadMembers] = ThreadMembers
 
-    def __init__(self, hub: Hub, rank: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, hub: Hub, rank: int, device: torch.device | str = "cpu"
+    ) -> None:
         super().__init__(rank, len(hub.everyone.ranks), torch.device(device))
         become_a_rank()
         self._hub = hub
         self._splits = 0
 
     def _split(
-        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+        self,
+        name: str,
+        groups: list[tuple[int, ...]],
+        flows: Sequence[tuple[int, int]],
     ) -> Group:
         call, everyone = split_call(name, groups), self._hub.everyone
         everyone.wait(everyone.come((), self.rank, call), self.rank, call)
@@ -302,7 +322,9 @@ def _event(call: Call) -> list[torch.cuda.Event]:
 
 @contextmanager
 def _streams(calls: Sequence[Call], meeting: Meeting) -> Iterator[None]:
-    tensors = [tensor for call in calls for tensor in call.tensors() if tensor.is_cuda]
+    tensors = [
+        tensor for call in calls for tensor in call.tensors() if tensor.is_cuda
+    ]
     streams = [
         torch.cuda.current_stream(device)
         for device in {each.device for each in tensors}

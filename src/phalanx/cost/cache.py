@@ -65,7 +65,9 @@ def cached_costs(
     ) / f"{_key(model, sequence, target)}.json"
     known = _read(file)
     missing = [cut for cut in cuts if str(cut) not in known]
-    _LOG.debug("%s has %d of %d cuts", file, len(cuts) - len(missing), len(cuts))
+    _LOG.debug(
+        "%s has %d of %d cuts", file, len(cuts) - len(missing), len(cuts)
+    )
     if missing:
         known |= _costed(model, missing, sequence, target)
         _write(file, known)
@@ -96,7 +98,9 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
                     source.read_bytes()
                 ).hexdigest()
     key |= {"target": target, "source": _source()}
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        json.dumps(key, sort_keys=True).encode()
+    ).hexdigest()[:32]
 
 
 @cache
@@ -105,7 +109,9 @@ def _source() -> str:
     digest = hashlib.sha256(str(_FORMAT).encode())
     for pattern in _RUN:
         paths = sorted(_SOURCE.glob(pattern))
-        assert paths, f"{pattern} matches no file: changed code would read stale costs"
+        assert paths, (
+            f"{pattern} matches no file: changed code would read stale costs"
+        )
         for path in paths:
             digest.update(path.name.encode() + path.read_bytes())
     with suppress(PackageNotFoundError):  # costs remain valid without torch
@@ -136,7 +142,12 @@ def _costed(
     entries, outputs = {}, dict[Any, Any]()
     for cut in cuts:
         all_rows = cost_kinds(
-            made, cut, (1, 2, _MANY), sequence=sequence, target=target, known=outputs
+            made,
+            cut,
+            (1, 2, _MANY),
+            sequence=sequence,
+            target=target,
+            known=outputs,
         )
         costs = [
             [astuple(one), astuple(two), many.temporary]
@@ -169,7 +180,9 @@ def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
     return PieceKinds(tuple(map(CostedPiece, parts)), tuple(kinds), rows)
 
 
-def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceCost]:
+def _at(
+    one: PieceCost, two: PieceCost, many: float
+) -> Callable[[float], PieceCost]:
     """The cost of a piece as a function of rows.
 
     All numbers are linear in rows except the temporary peak. It is the maximum of
@@ -195,7 +208,8 @@ def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceC
 def _written_rows(rows: Sequence[PieceRow]) -> dict[str, Any]:
     """The rows of a program, with the weights of each kind of row stored once."""
     weights = {
-        str(row.kind): [astuple(weight) for weight in row.weights] for row in rows
+        str(row.kind): [astuple(weight) for weight in row.weights]
+        for row in rows
     }
     return {
         "rows": [astuple(replace(row, weights=())) for row in rows],
@@ -205,16 +219,24 @@ def _written_rows(rows: Sequence[PieceRow]) -> dict[str, Any]:
 
 def _read_rows(entry: Mapping[str, Any]) -> tuple[PieceRow, ...]:
     weights = {
-        kind: tuple(map(_weight, each)) for kind, each in entry["weights"].items()
+        kind: tuple(map(_weight, each))
+        for kind, each in entry["weights"].items()
     }
     names = [each.name for each in fields(PieceRow)]
 
     def row(values: Sequence[Any]) -> PieceRow:
         given = dict(zip(names, values, strict=True))
-        lists = {name: tuple(given[name]) for name in ("uses", "takes", "gives")}
-        part, tied = BlockPart(given["part"]), tuple(map(_weight, given["tied"]))
+        lists = {
+            name: tuple(given[name]) for name in ("uses", "takes", "gives")
+        }
+        part, tied = (
+            BlockPart(given["part"]),
+            tuple(map(_weight, given["tied"])),
+        )
         own = weights[str(given["kind"])]
-        return PieceRow(**given | lists | {"part": part, "tied": tied, "weights": own})
+        return PieceRow(
+            **given | lists | {"part": part, "tied": tied, "weights": own}
+        )
 
     return tuple(map(row, entry["rows"]))
 
@@ -231,7 +253,9 @@ def cost_of_row(row: Sequence[Any]) -> PieceCost:
     """The cost from the list of its fields."""
     loads, numbers = row[:4], row[4:]
     forward, into_input, into_weights, again = map(_load, loads)
-    return PieceCost(forward, into_input, into_weights, again, *map(float, numbers))
+    return PieceCost(
+        forward, into_input, into_weights, again, *map(float, numbers)
+    )
 
 
 def _load(row: Sequence[Any]) -> Load:

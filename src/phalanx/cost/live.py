@@ -34,7 +34,9 @@ class Live(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = {
-            storage_of(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)
+            storage_of(x)
+            for x in tree_iter((args, kwargs))
+            if isinstance(x, Tensor)
         }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):

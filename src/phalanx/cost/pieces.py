@@ -33,13 +33,20 @@ from ..program import PieceCost, build
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
 
-Like = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor on meta
+Like = tuple[
+    tuple[int, ...], torch.dtype
+]  # shape and dtype of a tensor on meta
 
 COMPUTE = {name: getattr(torch, DTYPES[name].torch) for name in PRECISIONS}
 
 
 def piece_costs(
-    model: Model, layout: Layout, rows: int, *, sequence: int = 0, target: str = "cuda"
+    model: Model,
+    layout: Layout,
+    rows: int,
+    *,
+    sequence: int = 0,
+    target: str = "cuda",
 ) -> tuple[PieceCost, ...]:
     """The costs of all pieces on one rank, with `rows` sequences in a microbatch.
 
@@ -49,7 +56,9 @@ def piece_costs(
     whole backward counts as input_gradient, or as weight_gradient for a piece without
     an input.
     """
-    (found,) = cost_kinds(model, layout, (rows,), sequence=sequence, target=target)
+    (found,) = cost_kinds(
+        model, layout, (rows,), sequence=sequence, target=target
+    )
     return tuple(found[kind] for kind in alike(model))
 
 
@@ -82,13 +91,17 @@ def cost_kinds(
     world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
     try:
         precision = Precision(compute, wide, wide, matmul_named(cut.matmul))
-        held = build_local(world, cut, few, program, precision=precision, prefix=PREFIX)
+        held = build_local(
+            world, cut, few, program, precision=precision, prefix=PREFIX
+        )
         for _, module in few.pieces:
             fuse(module.modules(), target)
         found = []
         for count in rows:
             batch = held.complete(_batch(few, cut, count, sequence, compute))
-            edge = edge_shape(batch, model.shape.hidden, cut.tp if cut.seq else 1)
+            edge = edge_shape(
+                batch, model.shape.hidden, cut.tp if cut.seq else 1
+            )
             costs, comes = list[PieceCost](), dict[str, Like]()
             like = edge, compute
             for n in range(len(few.pieces)):
@@ -113,15 +126,24 @@ def cost_kinds(
 
 
 def with_derived(
-    cost: PieceCost, held: LocalModel, piece: Piece, batch: Mapping[str, Tensor]
+    cost: PieceCost,
+    held: LocalModel,
+    piece: Piece,
+    batch: Mapping[str, Tensor],
 ) -> PieceCost:
     """The cost with bytes that a rank derives once for all pieces and this one uses."""
     names = [name for name in held.derived if name in piece.takes]
-    return replace(cost, derived=float(sum(batch[name].nbytes for name in names)))
+    return replace(
+        cost, derived=float(sum(batch[name].nbytes for name in names))
+    )
 
 
 def _batch(
-    model: Model, layout: Layout, rows: int, sequence: int, compute: torch.dtype
+    model: Model,
+    layout: Layout,
+    rows: int,
+    sequence: int,
+    compute: torch.dtype,
 ) -> dict[str, Tensor]:
     assert model.shape is not None
     if model.shape.kind == "mlp":
@@ -131,12 +153,21 @@ def _batch(
             )
         }
     multiple = time_multiple(layout)
-    length = -(-(sequence or model.shape.sequence) // multiple) * multiple // layout.cp
+    length = (
+        -(-(sequence or model.shape.sequence) // multiple)
+        * multiple
+        // layout.cp
+    )
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-    return {name: torch.empty_like(ids) for name in ("tokens", "targets", "positions")}
+    return {
+        name: torch.empty_like(ids)
+        for name in ("tokens", "targets", "positions")
+    }
 
 
-def into(piece: Piece, edge: Like, comes: Mapping[str, Like]) -> dict[str, Like]:
+def into(
+    piece: Piece, edge: Like, comes: Mapping[str, Like]
+) -> dict[str, Like]:
     """The inputs of a piece, by name.
 
     An edge, or outputs of earlier pieces in its block, assuming that each rank receives
@@ -150,7 +181,8 @@ def into(piece: Piece, edge: Like, comes: Mapping[str, Like]) -> dict[str, Like]
 
 def _new(likes: Mapping[str, Like]) -> Bundle:
     return {
-        name: torch.empty(x[0], dtype=x[1], device="meta") for name, x in likes.items()
+        name: torch.empty(x[0], dtype=x[1], device="meta")
+        for name, x in likes.items()
     }
 
 
@@ -179,7 +211,9 @@ def run(
         unit.fresh.clear()
     scales = Scales(ledger, known, compiled=compiled)
     with scales, Target(target, scales):
-        cost, out = _run(piece, comes, batch, scales, deque() if selected else None)
+        cost, out = _run(
+            piece, comes, batch, scales, deque() if selected else None
+        )
     if not (selected and compiled):
         return cost, out
     inside = replace(  # the compiled backward includes what is recomputed
@@ -204,7 +238,9 @@ def _run(
     bundle = _new(comes)
     entry = sum(x.untyped_storage().nbytes() for x in bundle.values())
     with scales.on("forward"):
-        y = piece.forward(0, bundle, batch, keep=selected is None, selected=selected)
+        y = piece.forward(
+            0, bundle, batch, keep=selected is None, selected=selected
+        )
     out: dict[str, Like] = {name: (x.shape, x.dtype) for name, x in y.items()}
     sent = y.get(SENT, y["x"]) if "x" in y else y[SENT]
     leaves = 0 if piece.last else sent.numel() * sent.element_size()
@@ -219,15 +255,23 @@ def _run(
     most = scales.most
     del bundle, y
     kept = scales.now
-    gradient = _new({name: x for name, x in out.items() if x[1].is_floating_point})
-    gradient = piece.seed(0, torch.ones(1, device="meta")) if piece.last else gradient
+    gradient = _new(
+        {name: x for name, x in out.items() if x[1].is_floating_point}
+    )
+    gradient = (
+        piece.seed(0, torch.ones(1, device="meta")) if piece.last else gradient
+    )
     if piece.loss_router:
         (choices,) = _new({CHOICES: out[CHOICES]}).values()
         share = torch.ones(1, device="meta")
-        gradient |= piece.loss_router.term_gradients(share, choices, choices[:1])
+        gradient |= piece.loss_router.term_gradients(
+            share, choices, choices[:1]
+        )
     scales.most = scales.now
     with scales.on("input_gradient"):
-        gone = (piece.input_gradient if piece.splits else piece.backward)(0, gradient)
+        gone = (piece.input_gradient if piece.splits else piece.backward)(
+            0, gradient
+        )
     temporary, after = max(temporary, max(most, scales.most) - kept), kept
     del gradient, gone
     if piece.splits:
@@ -235,7 +279,10 @@ def _run(
         with scales.on("weight_gradient"):
             piece.weight_gradient(0)
         temporary = max(temporary, scales.most - after)
-    forward, inside = scales.load("forward"), isinstance(piece.module, ExpertsPart)
+    forward, inside = (
+        scales.load("forward"),
+        isinstance(piece.module, ExpertsPart),
+    )
     cost = PieceCost(
         forward=forward,
         input_gradient=scales.load("input_gradient"),
@@ -249,6 +296,8 @@ def _run(
         frozen=float(sum(unit.numel for unit in own if unit.frozen)),
         edge=float(leaves),
         selected=float(part),
-        experts=float(sum(u.numel for u in own if inside or u.number != u.piece)),
+        experts=float(
+            sum(u.numel for u in own if inside or u.number != u.piece)
+        ),
     )
     return cost, out

@@ -36,7 +36,10 @@ def _mm(a: Tensor, b: Tensor) -> Product:
 
 def _bmm(a: Tensor, b: Tensor) -> Product:
     return Product(
-        float(a.shape[1]), float(a.shape[2]), float(b.shape[2]), float(a.shape[0])
+        float(a.shape[1]),
+        float(a.shape[2]),
+        float(b.shape[2]),
+        float(a.shape[0]),
     )
 
 
@@ -73,7 +76,9 @@ _MOVES = {_aten._to_copy, _aten.cat}
 _ADDS_INTO = {_aten.scatter_add_, _aten.index_add_}
 
 
-def _region(x: Tensor, kind: str, name: str, size: int, dim: int, join: int) -> Tensor:
+def _region(
+    x: Tensor, kind: str, name: str, size: int, dim: int, join: int
+) -> Tensor:
     return regions.carry(x, kind, group_named(name), dim, join)
 
 
@@ -84,7 +89,9 @@ def _ring(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     gradient, q, kv, ids, sinks, out, lse, name = args
-    return ring_gradients(gradient, q, kv, ids, sinks, out, lse, group_named(name))
+    return ring_gradients(
+        gradient, q, kv, ids, sinks, out, lse, group_named(name)
+    )
 
 
 # Opaque operations under selective recomputation. They are opened, so that their
@@ -139,7 +146,10 @@ class Scales(Live):  # type: ignore[no-untyped-call]
     @contextmanager
     def on(self, operation: str) -> Iterator[None]:
         self._assign()
-        before, self.page = self.page, self.pages.setdefault(operation, _Page())
+        before, self.page = (
+            self.page,
+            self.pages.setdefault(operation, _Page()),
+        )
         try:
             yield
         finally:
@@ -169,7 +179,11 @@ class Scales(Live):  # type: ignore[no-untyped-call]
 
     def _fuse(self, given: list[Tensor], out: Any) -> None:
         """Count an elementwise operation as compiled code runs it."""
-        read = {storage_of(x): x for x in given if not self._is_inside(storage_of(x))}
+        read = {
+            storage_of(x): x
+            for x in given
+            if not self._is_inside(storage_of(x))
+        }
         self.page.launches += len(read) == len({storage_of(x) for x in given})
         self.page.moved += sum(map(_extent, read.values()))
         for x in _tensors(out):
@@ -181,13 +195,17 @@ class Scales(Live):  # type: ignore[no-untyped-call]
                     _extent(x),
                 )
 
-    def kernel(self, reads: Sequence[Tensor | None], writes: Sequence[Tensor]) -> None:
+    def kernel(
+        self, reads: Sequence[Tensor | None], writes: Sequence[Tensor]
+    ) -> None:
         """Count one kernel that the target has and meta tensors lack."""
         for x in reads:
             if x is not None:
                 self._leaves(storage_of(x))
         self.page.launches += 1
-        self.page.moved += sum(_extent(x) for x in (*reads, *writes) if x is not None)
+        self.page.moved += sum(
+            _extent(x) for x in (*reads, *writes) if x is not None
+        )
 
     def _assign(self) -> None:
         """Assign messages sent since the last call to the current page.
@@ -199,7 +217,9 @@ class Scales(Live):  # type: ignore[no-untyped-call]
                 name = sent.group.removeprefix(PREFIX)
                 self.page.messages.append(
                     MessageLoad(
-                        _AXES.get(name, name), sent.collective, float(sent.bytes)
+                        _AXES.get(name, name),
+                        sent.collective,
+                        float(sent.bytes),
                     )
                 )
         self.assigned = len(self.messages)
@@ -224,7 +244,11 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             if packet not in _ALLOCATES and (fresh or func._schema.is_mutable):
                 # An `out` argument is written. It is read only if it is another
                 # argument as well.
-                read = {name: x for name, x in (kwargs or {}).items() if name != "out"}
+                read = {
+                    name: x
+                    for name, x in (kwargs or {}).items()
+                    if name != "out"
+                }
                 self._write(func, args, list(_tensors((args, read))), out)
         return out
 
@@ -251,9 +275,13 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             self.outputs[key] = _form(out)
         return out, fresh
 
-    def _write(self, func: Any, args: Any, given: list[Tensor], out: Any) -> None:
+    def _write(
+        self, func: Any, args: Any, given: list[Tensor], out: Any
+    ) -> None:
         packet = func.overloadpacket
-        if self.compiled and (packet in _MOVES or not _ELEMENTS.isdisjoint(func.tags)):
+        if self.compiled and (
+            packet in _MOVES or not _ELEMENTS.isdisjoint(func.tags)
+        ):
             self._fuse(given, out)
             return
         for x in given:
@@ -315,7 +343,9 @@ def _attention(packet: Any, args: Sequence[Any]) -> AttentionLoad:
     batch, heads, queries, size = map(float, q.shape)
     causal = float(bool(args[flag])) if len(args) > flag else 0.0
     kv_heads, keys = float(k.shape[1]), float(k.shape[2])
-    return AttentionLoad(batch, heads, kv_heads, queries, keys, size, causal, products)
+    return AttentionLoad(
+        batch, heads, kv_heads, queries, keys, size, causal, products
+    )
 
 
 def _moved(packet: Any, args: Any, given: list[Tensor], out: Any) -> float:

@@ -53,7 +53,12 @@ def sizes_of(
         model = make()
         try:
             held = build_local(
-                world, layout, model, program, precision=precision, prefix=PREFIX
+                world,
+                layout,
+                model,
+                program,
+                precision=precision,
+                prefix=PREFIX,
             )
             own = microbatches(
                 whole, layout, held.coordinates["data"], held.coordinates["cp"]
@@ -65,9 +70,13 @@ def sizes_of(
                 precision.compute,
             )
             parts = {
-                op.piece for op in program.rows[row] if op.kind == ops.RECOMPUTE_PART
+                op.piece
+                for op in program.rows[row]
+                if op.kind == ops.RECOMPUTE_PART
             }
-            pieces |= _costed(held, kinds, edge, own, world, known, target, parts)
+            pieces |= _costed(
+                held, kinds, edge, own, world, known, target, parts
+            )
         finally:
             world.clear()
         for number in {**held.units, **held.frozen}:
@@ -109,7 +118,13 @@ def _costed(
             continue
         taken, part = into(piece, edge, comes), number in parts
         found[number], out = run(
-            piece, taken, batch, world.ledger, known, target=target, selected=part
+            piece,
+            taken,
+            batch,
+            world.ledger,
+            known,
+            target=target,
+            selected=part,
         )
         found[number] = with_derived(found[number], held, piece, batch)
         comes |= out
@@ -125,9 +140,13 @@ def _of_units(
     def each(
         bytes: Callable[[Unit], int], *, frozen: bool = False
     ) -> tuple[float, ...]:
-        own = [[*units.get(n, ()), *units.get(n + pieces, ())] for n in range(pieces)]
+        own = [
+            [*units.get(n, ()), *units.get(n + pieces, ())]
+            for n in range(pieces)
+        ]
         return tuple(
-            float(sum(bytes(u) for u in some if frozen or not u.frozen)) for some in own
+            float(sum(bytes(u) for u in some if frozen or not u.frozen))
+            for some in own
         )
 
     def always(unit: Unit) -> int:
@@ -139,7 +158,9 @@ def _of_units(
     def moments(unit: Unit) -> int:
         """Number of moment elements that the optimizer keeps for this rank's part."""
         of_matrices = len(optimizer.moments(matrix=True)) * unit.moved
-        return of_matrices + len(optimizer.moments()) * (unit.part - unit.moved)
+        return of_matrices + len(optimizer.moments()) * (
+            unit.part - unit.moved
+        )
 
     parts = each(lambda unit: unit.bytes.gradient_shard)
     return Sizes(
@@ -147,10 +168,15 @@ def _of_units(
         input=(),
         home=each(always, frozen=True),
         gathered=each(
-            lambda unit: 0 if unit.resident else unit.bytes.weights, frozen=True
+            lambda unit: 0 if unit.resident else unit.bytes.weights,
+            frozen=True,
         ),
         gradient=each(lambda unit: unit.bytes.gradient),
         gradient_shard=parts if layout.shards > 1 else (),
-        optimizer=each(lambda unit: moments(unit) * unit.precision.master.itemsize),
-        matrices=each(lambda unit: 3 * unit.moved * unit.precision.master.itemsize),
+        optimizer=each(
+            lambda unit: moments(unit) * unit.precision.master.itemsize
+        ),
+        matrices=each(
+            lambda unit: 3 * unit.moved * unit.precision.master.itemsize
+        ),
     )

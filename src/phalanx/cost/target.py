@@ -75,7 +75,9 @@ def _attention(
         # as torch itself converts it
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    result: Tensor = op(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    result: Tensor = op(
+        q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
     return result
 
 
@@ -86,7 +88,9 @@ def _norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    result: Tensor = _RmsNorm.apply(input, weight, len(normalized_shape), scales)  # type: ignore[no-untyped-call]
+    result: Tensor = _RmsNorm.apply(
+        input, weight, len(normalized_shape), scales
+    )  # type: ignore[no-untyped-call]
     return result
 
 

@@ -3,9 +3,27 @@
 from collections.abc import Callable
 
 from ..layout.numbers import bytes_text
-from .chart import Bars, ChartAxis, MatrixCell, Series, bars, chart, matrix_svg, panels
+from .chart import (
+    Bars,
+    ChartAxis,
+    MatrixCell,
+    Series,
+    bars,
+    chart,
+    matrix_svg,
+    panels,
+)
 from .chrome import chrome
-from .markup import COLOURS, WIDE, Html, KeyEntry, paragraphs, table, tag, text_table
+from .markup import (
+    COLOURS,
+    WIDE,
+    Html,
+    KeyEntry,
+    paragraphs,
+    table,
+    tag,
+    text_table,
+)
 from .mesh import MeshPicture, mesh_svg, mesh_text
 from .page import figure, frame, page, timeline
 from .parts import breakdown_svg, memory_svg

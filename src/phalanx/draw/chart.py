@@ -24,7 +24,9 @@ Points = Sequence[tuple[float, float]]
 
 _TOP, _HEIGHT, _SMALL = 68.0, 300.0, 110.0
 # Thin lines on white need darker colours than areas.
-_COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #b08900 #56b4e9 #8a5a44 #7f7f7f #5e3c99"
+_COLOURS = (
+    "#0072b2 #d55e00 #009e73 #cc79a7 #b08900 #56b4e9 #8a5a44 #7f7f7f #5e3c99"
+)
 _INK = tuple(_COLOURS.split())
 
 
@@ -70,9 +72,13 @@ def chart(
     """A chart as one SVG document; `marks` are vertical lines with words above."""
     points = _seen([p for s in series for p in (*s.points, *s.line)], x, y)
     up = _Scale([p[1] for p in points], y, _TOP + _HEIGHT, _TOP)
-    left = 30 + LETTER * max((len(words) for _, words in up.ticks()), default=0)
+    left = 30 + LETTER * max(
+        (len(words) for _, words in up.ticks()), default=0
+    )
     ends = left, width - 24
-    across = _Scale([*(p[0] for p in points), *(at for at, _ in marks)], x, *ends)
+    across = _Scale(
+        [*(p[0] for p in points), *(at for at, _ in marks)], x, *ends
+    )
     marked, rows = _marks(marks, across)
     top = _TOP + 14 * rows
     up.start, up.end = top + _HEIGHT, top  # below the words of marks
@@ -87,7 +93,9 @@ def chart(
             (names.index(each.name) if each.name in names else -1) % len(_INK)
         ]
         body += _series(each, colour, across, up)
-    entries = [KeyEntry(_INK[i % len(_INK)], name) for i, name in enumerate(names)]
+    entries = [
+        KeyEntry(_INK[i % len(_INK)], name) for i, name in enumerate(names)
+    ]
     below, floor = key(entries, top + _HEIGHT + 42, width)
     return document(title, width, floor + 26, [*body, *below], notes)
 
@@ -110,15 +118,23 @@ def panels(
     wide, top = (width - 40) / columns, _TOP + 10
     body = [label(20, 50, f"{y.name} over {x.name}", "soft")]
     for i, each in enumerate(series):
-        left, upper = 20 + i % columns * wide, top + i // columns * (_SMALL + 52)
+        left, upper = (
+            20 + i % columns * wide,
+            top + i // columns * (_SMALL + 52),
+        )
         up = _Scale([p[1] for p in points], y, upper + _SMALL, upper)
         margin = 10 + LETTER * max(len(words) for _, words in up.ticks())
-        across = _Scale([p[0] for p in points], x, left + margin, left + wide - 16)
+        across = _Scale(
+            [p[0] for p in points], x, left + margin, left + wide - 16
+        )
         body += _grid(across, up)
         for other in series:
             if other is not each:
                 quiet = replace(
-                    other, dots=False, line=other.line or other.points, faint=True
+                    other,
+                    dots=False,
+                    line=other.line or other.points,
+                    faint=True,
                 )
                 body += _series(quiet, "#8c959f", across, up)
         body += _series(each, _INK[i % len(_INK)], across, up)
@@ -129,26 +145,42 @@ def panels(
 
 def _seen(points: Points, x: ChartAxis, y: ChartAxis) -> Points:
     """The points that can be shown; a logarithmic axis has no 0."""
-    on_x = [p for p in points if math.isfinite(p[0]) and (p[0] > 0 or not x.base)]
-    return [p for p in on_x if math.isfinite(p[1]) and (p[1] > 0 or not y.base)]
+    on_x = [
+        p for p in points if math.isfinite(p[0]) and (p[0] > 0 or not x.base)
+    ]
+    return [
+        p for p in on_x if math.isfinite(p[1]) and (p[1] > 0 or not y.base)
+    ]
 
 
 class _Scale:
     """The mapping from values of an axis to coordinates of the page."""
 
     def __init__(
-        self, values: Sequence[float], axis: ChartAxis, start: float, end: float
+        self,
+        values: Sequence[float],
+        axis: ChartAxis,
+        start: float,
+        end: float,
     ) -> None:
         self.axis, self.start, self.end = axis, start, end
-        values = [self._log(v) for v in values] + [0.0] * axis.zero or [0.0, 1.0]
+        values = [self._log(v) for v in values] + [0.0] * axis.zero or [
+            0.0,
+            1.0,
+        ]
         self.low, self.high = min(values), max(values)
         if axis.base:
             self.low = math.floor(self.low + 1e-9)
             self.high = max(math.ceil(self.high - 1e-9), self.low + 1)
         elif self.high <= self.low:
             wide = abs(self.high) / 10 or 1.0
-            self.low, self.high = self.low - wide * (not axis.zero), self.high + wide
-        elif start > end:  # a vertical axis: a line along its edge is hard to see
+            self.low, self.high = (
+                self.low - wide * (not axis.zero),
+                self.high + wide,
+            )
+        elif (
+            start > end
+        ):  # a vertical axis: a line along its edge is hard to see
             self.high += (self.high - self.low) / 12
 
     def _log(self, value: float) -> float:
@@ -166,7 +198,9 @@ class _Scale:
             values = ticks(self.low, self.high, span / most)
         else:
             powers = range(
-                int(self.low), int(self.high) + 1, max(1, math.ceil(span / most))
+                int(self.low),
+                int(self.high) + 1,
+                max(1, math.ceil(span / most)),
             )
             values = [float(self.axis.base) ** power for power in powers]
         for value in values:
@@ -196,7 +230,9 @@ def _marks(
         x, wide = across.at(at), LETTER * len(words)
         fits = x + 3 + wide < across.end + 20
         start = x + 3 if fits else max(20.0, x - 3 - wide)
-        row = next((i for i, end in enumerate(free) if end + 8 < start), len(free))
+        row = next(
+            (i for i, end in enumerate(free) if end + 8 < start), len(free)
+        )
         if row < len(free):
             free[row] = start + wide
             out.append(label(start, _TOP + 14 * row, words, "soft"))
@@ -204,15 +240,23 @@ def _marks(
     rows = sum(end > 0 for end in free)
     bottom = _TOP + 14 * rows + _HEIGHT
     for x, row, words in lines:
-        out.append(line(x, _TOP + 14 * min(row, rows) - 10, x, bottom, "mark", words))
+        out.append(
+            line(x, _TOP + 14 * min(row, rows) - 10, x, bottom, "mark", words)
+        )
     return out, rows
 
 
-def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator[Html]:
+def _series(
+    series: Series, colour: str, across: _Scale, up: _Scale
+) -> Iterator[Html]:
     axes, opacity = (across.axis, up.axis), "0.35" if series.faint else ""
-    path = _seen(series.line or (series.points if series.joined else ()), *axes)
+    path = _seen(
+        series.line or (series.points if series.joined else ()), *axes
+    )
     if len(path) > 1:
-        points = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in path)
+        points = " ".join(
+            f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in path
+        )
         look = {
             "fill": "none",
             "stroke": colour,
@@ -225,13 +269,18 @@ def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator
         values = "; ".join(
             f"{across.axis.write(x)}, {up.axis.write(y)}" for x, y in path
         )
-        told = {"data-name": series.name, "data-values": values} if bare else {}
-        yield tag("polyline", points=points, **look, stroke_dasharray=dash, **told)
+        told = (
+            {"data-name": series.name, "data-values": values} if bare else {}
+        )
+        yield tag(
+            "polyline", points=points, **look, stroke_dasharray=dash, **told
+        )
     if series.dots or len(series.points) == 1:
         for i, (x, y) in enumerate(_seen(series.points, *axes)):
             numbers = f"{across.axis.write(x)}, {up.axis.write(y)}"
             tip = tag(
-                "title", f"{series.name}: {series.tips[i] if series.tips else numbers}"
+                "title",
+                f"{series.name}: {series.tips[i] if series.tips else numbers}",
             )
             look = {
                 "r": 5.5 if series.large else 3.2,
@@ -240,7 +289,9 @@ def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator
             }
             look |= {"cls": "large"} if series.large else {}
             more = {"data-more": series.more[i]} if series.more else {}
-            yield tag("circle", tip, cx=across.at(x), cy=up.at(y), **look, **more)
+            yield tag(
+                "circle", tip, cx=across.at(x), cy=up.at(y), **look, **more
+            )
 
 
 @dataclass(frozen=True)
@@ -255,7 +306,10 @@ class Bars:
 
 
 def bars(
-    title: str, rows: Sequence[Bars], notes: Sequence[str] = (), width: float = WIDE
+    title: str,
+    rows: Sequence[Bars],
+    notes: Sequence[str] = (),
+    width: float = WIDE,
 ) -> Html:
     """One SVG document with a bar for each row, all with one scale."""
     margin = 36 + LETTER * min(30, max(len(row.name) for row in rows))
@@ -266,13 +320,17 @@ def bars(
     y = 50.0
     for row in rows:
         lines = wrapped(row.name, 30)
-        body += [label(20, y + 15 + 14 * i, words) for i, words in enumerate(lines)]
+        body += [
+            label(20, y + 15 + 14 * i, words) for i, words in enumerate(lines)
+        ]
         look = {
             "rx": 2,
             "cls": "op",
             "fill": COLOURS[names.index(row.name) % len(COLOURS)],
         }
-        body.append(box(margin, y, row.length * scale - 1, 22, tip=row.tip, **look))
+        body.append(
+            box(margin, y, row.length * scale - 1, 22, tip=row.tip, **look)
+        )
         body.append(label(margin + row.length * scale + 8, y + 15, row.beside))
         if row.below:
             body.append(label(margin, y + 38, row.below, "soft"))
@@ -317,7 +375,9 @@ def matrix_svg(
             if found and LETTER * len(found.text) <= size - 2:
                 middle = x + size / 2 - 1
                 body.append(
-                    label(middle, y + size / 2 + 3, found.text, "cell", "#000000")
+                    label(
+                        middle, y + size / 2 + 3, found.text, "cell", "#000000"
+                    )
                 )
     wide = max(width, margin + len(names) * size + 40)
     below, floor = key(

@@ -33,23 +33,35 @@ def chrome(picture: Picture) -> str:
                 threads[rank] = 0
                 events.append(
                     _event(
-                        "M", pid, "process_name", {"name": picture.name_of(rank) + name}
+                        "M",
+                        pid,
+                        "process_name",
+                        {"name": picture.name_of(rank) + name},
                     )
                 )
                 events.append(
                     _event("M", pid, "process_sort_index", {"sort_index": pid})
                 )
-            spans = [s for s in timeline.spans if (s.rank, s.lane) == (rank, lane)]
+            spans = [
+                s for s in timeline.spans if (s.rank, s.lane) == (rank, lane)
+            ]
             # Perfetto may drop slices of a thread that overlap without nesting.
             for row in apart(spans):
                 tid = {"tid": threads[rank]}
-                events.append(_event("M", pid, "thread_name", {"name": lane}) | tid)
+                events.append(
+                    _event("M", pid, "thread_name", {"name": lane}) | tid
+                )
                 index = {"sort_index": threads[rank]}
-                events.append(_event("M", pid, "thread_sort_index", index) | tid)
+                events.append(
+                    _event("M", pid, "thread_sort_index", index) | tid
+                )
                 threads[rank] += 1
                 for span in row:
                     event = _event(
-                        "X", pid, str(span.op), {"does": picture.explain(span.op)}
+                        "X",
+                        pid,
+                        str(span.op),
+                        {"does": picture.explain(span.op)},
                     )
                     times = {
                         "ts": at(span.start),
@@ -58,7 +70,9 @@ def chrome(picture: Picture) -> str:
                     events.append(event | tid | times | {"cat": span.op.kind})
         for rank, points in (timeline.memory or {}).items():
             for time, kinds in points:
-                event = _event("C", base + rank, f"memory ({picture.unit})", kinds)
+                event = _event(
+                    "C", base + rank, f"memory ({picture.unit})", kinds
+                )
                 events.append(event | {"ts": at(time)})
     trace = {
         "traceEvents": events,

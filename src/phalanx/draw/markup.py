@@ -12,7 +12,9 @@ from .words import wrapped
 
 # Okabe and Ito (2008): distinguishable with colour blindness, and black text is legible
 # on each.
-_COLOURS = "#56b4e9 #e69f00 #2fb98f #cc79a7 #d55e00 #8fa8c8 #b08900 #b0b0b0 #a58bc9"
+_COLOURS = (
+    "#56b4e9 #e69f00 #2fb98f #cc79a7 #d55e00 #8fa8c8 #b08900 #b0b0b0 #a58bc9"
+)
 COLOURS = tuple(_COLOURS.split())
 LETTER = 6.3  # the width of an average character at 11 px
 # width of a picture on a page, and on a screen of 400 pixels
@@ -43,7 +45,9 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
         if value is not None and value != "":
             named = "class" if key == "cls" else key.replace("_", "-")
             shown += f' {named}="{escaped(_plain(value))}"'
-    inside = "".join(c if isinstance(c, Html) else escaped(str(c)) for c in children)
+    inside = "".join(
+        c if isinstance(c, Html) else escaped(str(c)) for c in children
+    )
     return Html(f"<{name}{shown}>{inside}</{name}>")
 
 
@@ -74,9 +78,14 @@ def table(
     title = tag("caption", caption) if caption else Html("")
     top = tag(
         "thead",
-        tag("tr", *(tag("th" if c else "td", c, scope=c and "col") for c in head)),
+        tag(
+            "tr",
+            *(tag("th" if c else "td", c, scope=c and "col") for c in head),
+        ),
     )
-    body = Html("".join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))
+    body = Html(
+        "".join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
+    )
     return tag(
         "div",
         tag("table", title, top, tag("tbody", body), cls="left" * left),
@@ -99,21 +108,30 @@ def text_table(
     from rich.console import Console  # only printing a table imports rich
     from rich.table import Table
 
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head))
+    grid = Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head)
+    )
     cells = [[str(cell) for cell in row] for row in rows]
     for i in range(max(map(len, [head, *cells]))):
-        leans = "left" if (left or "l").ljust(i + 1, "r")[i] == "l" else "right"
+        leans = (
+            "left" if (left or "l").ljust(i + 1, "r")[i] == "l" else "right"
+        )
         title = head[i] if i < len(head) else ""
         grid.add_column(title, justify=leans, no_wrap=True)  # type: ignore[arg-type]
     for row in cells:
         grid.add_row(*row)
     console = Console(
-        width=10_000, color_system=None, markup=False, highlight=False, emoji=False
+        width=10_000,
+        color_system=None,
+        markup=False,
+        highlight=False,
+        emoji=False,
     )
     with console.capture() as printed:
         console.print(grid)
     return "".join(
-        " " * indent + row.rstrip() + "\n" for row in printed.get().splitlines()
+        " " * indent + row.rstrip() + "\n"
+        for row in printed.get().splitlines()
     )
 
 
@@ -131,16 +149,25 @@ def box(
 ) -> Html:
     """A rectangle; `tip` is its tooltip."""
     inside = [tag("title", tip)] if tip else []
-    return tag("rect", *inside, x=x, y=y, width=width, height=height, **attributes)
+    return tag(
+        "rect", *inside, x=x, y=y, width=width, height=height, **attributes
+    )
 
 
-def label(x: float, y: float, words: object, cls: str = "", ink: str = "") -> Html:
+def label(
+    x: float, y: float, words: object, cls: str = "", ink: str = ""
+) -> Html:
     """A line of text, by default in the page's text colour."""
     return tag("text", words, x=x, y=y, cls=cls, style=ink and f"fill:{ink}")
 
 
 def line(
-    x1: float, y1: float, x2: float, y2: float, cls: str = "grid", tip: str = ""
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    cls: str = "grid",
+    tip: str = "",
 ) -> Html:
     inside = [tag("title", tip)] if tip else []
     return tag("line", *inside, x1=x1, y1=y1, x2=x2, y2=y2, cls=cls)
@@ -187,10 +214,23 @@ def document(
             height += 20
     card = box(0.5, 0.5, width - 1, height - 1, cls="page", rx=8)
     heading = label(20, 30, title, "title")
-    inside = [tag("title", title), tag("style", Html(_STYLE)), card, heading, *body]
+    inside = [
+        tag("title", title),
+        tag("style", Html(_STYLE)),
+        card,
+        heading,
+        *body,
+    ]
     size = {"viewBox": f"0 0 {width:.0f} {height:.0f}"}
     size |= {"width": f"{round(width)}", "height": f"{round(height)}"}
     lines = Html("\n" + "\n".join(inside) + "\n")
     return Html(
-        tag("svg", lines, xmlns="http://www.w3.org/2000/svg", **size, role="img") + "\n"
+        tag(
+            "svg",
+            lines,
+            xmlns="http://www.w3.org/2000/svg",
+            **size,
+            role="img",
+        )
+        + "\n"
     )

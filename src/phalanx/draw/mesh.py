@@ -81,7 +81,9 @@ class MeshPicture:
                 f"{axis.name}={at[axis.name]}" for axis in self.mesh.axes[:-2]
             )
             starts = range(first, first + rows * columns, columns)
-            panels.append((title, tuple(tuple(range(r, r + columns)) for r in starts)))
+            panels.append(
+                (title, tuple(tuple(range(r, r + columns)) for r in starts))
+            )
         return tuple(panels)
 
     @property
@@ -98,7 +100,9 @@ class MeshPicture:
         at = self.mesh.coordinates(rank)
         cuts = tuple(
             Cut.of(size, *self.mesh.part(axes, at), unit if axes else 1)
-            for (_, size, unit), axes in zip(self.weight, self.axes_of, strict=True)
+            for (_, size, unit), axes in zip(
+                self.weight, self.axes_of, strict=True
+            )
         )
         if self.layout.zero < 3:
             return cuts, None
@@ -112,7 +116,8 @@ class MeshPicture:
             return []
         cuts, shard = self.part(rank)
         named = [
-            (name, cut) for (name, _, _), cut in zip(self.weight, cuts, strict=True)
+            (name, cut)
+            for (name, _, _), cut in zip(self.weight, cuts, strict=True)
         ]
         named += [("flat shard", shard)] if shard else []
         return [(name, f"{cut.start}:{cut.stop}") for name, cut in named]
@@ -139,19 +144,30 @@ def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
     widest = max(map(len, picture.axes), default=0)
     for axis in picture.axes:
         groups = picture.mesh.groups([axis])
-        shown = [f"{{{' '.join(map(str, group))}}}" for group in groups[:_RANKS]]
+        shown = [
+            f"{{{' '.join(map(str, group))}}}" for group in groups[:_RANKS]
+        ]
         shown += [f"and {len(groups) - _RANKS} more"] * (len(groups) > _RANKS)
         lead = f"  {axis:{widest}}  "
         line = wrapped(" ".join(shown), max(8, width - len(lead)))
-        lines += [lead + line[0], *(" " * len(lead) + part for part in line[1:])]
+        lines += [
+            lead + line[0],
+            *(" " * len(lead) + part for part in line[1:]),
+        ]
     table = _table(picture, picture.axes)
     if len(table[0]) > width:  # groups show the parts of an axis as well
-        table = _table(picture, tuple(axis for axis in picture.axes if "." not in axis))
+        table = _table(
+            picture, tuple(axis for axis in picture.axes if "." not in axis)
+        )
     lines += ["", *table]
     if picture.weight:
         lines += [
             "",
-            *(part for line in _explained(picture) for part in wrapped(line, width)),
+            *(
+                part
+                for line in _explained(picture)
+                for part in wrapped(line, width)
+            ),
         ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -165,7 +181,9 @@ def _grid(picture: MeshPicture, width: int) -> Iterator[str]:
     for title, grid in picture.panels:
         block = [title] if title else []
         if column:
-            heads = "".join(f"{column}{c}".rjust(cell) for c in range(len(grid[0])))
+            heads = "".join(
+                f"{column}{c}".rjust(cell) for c in range(len(grid[0]))
+            )
             block.append(" " * margin + heads)
         for r, ranks in enumerate(grid):
             label = f"{row}{r}" if row else ""
@@ -189,7 +207,11 @@ def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
     for rank in ranks:
         at, held = picture.mesh.coordinates(rank), picture.ranges(rank)
         rows.append(
-            [str(rank), *(str(at[axis]) for axis in axes), *(cut for _, cut in held)]
+            [
+                str(rank),
+                *(str(at[axis]) for axis in axes),
+                *(cut for _, cut in held),
+            ]
         )
     if len(ranks) < picture.mesh.size:
         rows.insert(_RANKS // 2, ["...", *[""] * (len(head) - 1)])
@@ -210,15 +232,19 @@ def _explained(picture: MeshPicture) -> Iterator[str]:
         axis = " and ".join(axis for axis in over if picture.mesh.of(axis) > 1)
         if parts > 1:
             count = parts // cut.copies
-            words = (
-                f"{name}={size} is cut over {axis} into {count} parts of {cut.length}"
+            words = f"{name}={size} is cut over {axis} into {count} parts of {cut.length}"
+            words += (
+                f", each held by {cut.copies} ranks" if cut.copies > 1 else ""
             )
-            words += f", each held by {cut.copies} ranks" if cut.copies > 1 else ""
             padding = cut.length * count - size
-            yield words + (f"; {padding} of padding at the end." if padding else ".")
+            yield words + (
+                f"; {padding} of padding at the end." if padding else "."
+            )
     if shard:
         axes = " and ".join(
-            axis if "." in axis and axis in picture.axes else axis.split(".")[0]
+            axis
+            if "." in axis and axis in picture.axes
+            else axis.split(".")[0]
             for axis in picture.layout.shard_axes
             if picture.mesh.of(axis) > 1
         )
@@ -248,7 +274,10 @@ def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
 
 
 def _panels(
-    picture: MeshPicture, top: float, group_of: Mapping[int, int] | None, most: float
+    picture: MeshPicture,
+    top: float,
+    group_of: Mapping[int, int] | None,
+    most: float,
 ) -> tuple[list[Html], float, float]:
     """Draw one grid in rows of panels; returns its bottom and right ends."""
     cell, tall = (34, 24) if group_of else (64, 40)
@@ -281,10 +310,14 @@ def _square(
 ) -> Iterator[Html]:
     x, y, width, height = where
     at = picture.mesh.coordinates(rank)
-    tip = f"rank {rank}: " + " ".join(f"{axis}={at[axis]}" for axis in picture.axes)
+    tip = f"rank {rank}: " + " ".join(
+        f"{axis}={at[axis]}" for axis in picture.axes
+    )
     if held := [" ".join(pair) for pair in picture.ranges(rank)]:
         tip += f"\nholds {', '.join(held)}"
-    fill = tinted(COLOURS[(group or 0) % len(COLOURS)], 0.25 if group is None else 0.0)
+    fill = tinted(
+        COLOURS[(group or 0) % len(COLOURS)], 0.25 if group is None else 0.0
+    )
     yield box(x, y, width, height, cls="op", rx=4, fill=fill, tip=tip)
     middle, centre = x + width / 2, y + height / 2
     if group is not None:
@@ -294,5 +327,7 @@ def _square(
         return
     yield label(middle, centre - 2, rank, "cell", "#000000")
     # The panel's title has the coordinates along the other axes.
-    inner = " ".join(f"{axis.name}{at[axis.name]}" for axis in picture.mesh.axes[-2:])
+    inner = " ".join(
+        f"{axis.name}{at[axis.name]}" for axis in picture.mesh.axes[-2:]
+    )
     yield label(middle, centre + 12, inner, "cell", "#000000")

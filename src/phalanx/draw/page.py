@@ -26,7 +26,9 @@ def frame(title: str, *body: str, narrow: bool = True) -> str:
     """A page as text. Scripts are allowed only if its body has one."""
     # Make elements that may be wider than the page scrollable with the arrow keys.
     content = re.sub(
-        '<(pre(?=>)|div(?= class="scroll))', r'<\1 tabindex="0"', "\n".join(body)
+        '<(pre(?=>)|div(?= class="scroll))',
+        r'<\1 tabindex="0"',
+        "\n".join(body),
     )
     if "<figure" in content:
         content += tag(
@@ -34,7 +36,9 @@ def frame(title: str, *body: str, narrow: bool = True) -> str:
         )
     parts = {
         "title": escaped(title),
-        "scripts": "script-src 'unsafe-inline'; " if "<script" in content else "",
+        "scripts": "script-src 'unsafe-inline'; "
+        if "<script" in content
+        else "",
         "width": "narrow" if narrow else "",
         "body": content,
     }
@@ -53,7 +57,10 @@ def figure(draw: Callable[[float], Html]) -> Html:
     Its marks respond to the pointer and the arrow keys.
     """
     both = (("desk", WIDE), ("phone", PHONE))
-    drawn = (tag("div", draw(width), cls=f"scroll {screen}") for screen, width in both)
+    drawn = (
+        tag("div", draw(width), cls=f"scroll {screen}")
+        for screen, width in both
+    )
     return tag("figure", *drawn, tag("p", cls="details", aria_live="polite"))
 
 
@@ -77,9 +84,7 @@ def timeline(picture: Picture) -> Html:
     spoken = {"aria_label": "Timeline: each rank's operations over time"}
     spoken |= {"aria_describedby": "details", "role": "application"}
     head = ("", *picture.names, "difference, of the step")
-    words = (
-        "Time of all ranks by kind of operation; of messages where nothing else is done"
-    )
+    words = "Time of all ranks by kind of operation; of messages where nothing else is done"
     data = json.dumps(_data(picture), separators=(",", ":"), ensure_ascii=True)
     for character in "<>&":  # nothing in the data may end the script element
         data = data.replace(character, f"\\u{ord(character):04x}")
@@ -90,7 +95,9 @@ def timeline(picture: Picture) -> Html:
         tag("canvas", id="lanes", tabindex=0, **spoken),
         tag("p", cls="details", id="details", aria_live="polite"),
         tag("div", id="memory"),
-        table(head, picture.differences, caption=words) if picture.other else "",
+        table(head, picture.differences, caption=words)
+        if picture.other
+        else "",
         tag("script", Html(data), type="application/json", id="data"),
         tag("script", Html(script)),
     ]
@@ -113,17 +120,31 @@ def _data(picture: Picture) -> dict[str, object]:
     for source, timeline in enumerate(picture.timelines):
         for rank, points in (timeline.memory or {}).items():
             kinds = sorted(
-                {k for _, held in points for k, amount in held.items() if amount > 0}
+                {
+                    k
+                    for _, held in points
+                    for k, amount in held.items()
+                    if amount > 0
+                }
             )
             amounts = [
-                [time, *(held.get(k, 0.0) for k in kinds)] for time, held in points
+                [time, *(held.get(k, 0.0) for k in kinds)]
+                for time, held in points
             ]
             if kinds:
                 memory.append(
-                    {"rank": rank, "source": source, "kinds": kinds, "points": amounts}
+                    {
+                        "rank": rank,
+                        "source": source,
+                        "kinds": kinds,
+                        "points": amounts,
+                    }
                 )
     names = list(picture.names) if picture.other else []
-    own = {name: getattr(picture, name) for name in ("start", "end", "clock", "unit")}
+    own = {
+        name: getattr(picture, name)
+        for name in ("start", "end", "clock", "unit")
+    }
     return own | {
         "names": names,
         "tracks": tracks,

@@ -21,7 +21,11 @@ def _ranks(picture: Picture) -> Iterator[tuple[int, str, Timeline]]:
     for rank in picture.timeline.ranks:
         for source, timeline in enumerate(picture.timelines):
             if rank in timeline.ranks:
-                name = f"  {picture.names[1]}" if source else picture.name_of(rank)
+                name = (
+                    f"  {picture.names[1]}"
+                    if source
+                    else picture.name_of(rank)
+                )
                 yield rank, name, timeline
 
 
@@ -38,7 +42,9 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
                 continue
             kinds.add(kind)
             fill, ink = (
-                (PAINTS[kind].fill, PAINTS[kind].ink) if kind else (_IDLE, "#000000")
+                (PAINTS[kind].fill, PAINTS[kind].ink)
+                if kind
+                else (_IDLE, "#000000")
             )
             share = f"{100 * time / timeline.makespan:.1f} %"
             took = f"{number(time)}{picture.clock}, {share} of the step"
@@ -46,7 +52,11 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
             bars.append(Bar(at, at + time, fill, ink, tip, (share,)))
             at += time
         rows.append(Row(name, bars, main=not name.startswith(" "), tall=22))
-    fills = ((k, PAINTS[k].fill if k else _IDLE) for k in (*LEGEND, "") if k in kinds)
+    fills = (
+        (k, PAINTS[k].fill if k else _IDLE)
+        for k in (*LEGEND, "")
+        if k in kinds
+    )
     colours = [KeyEntry(fill, named(kind)) for kind, fill in fills]
     return gantt(
         "where the time of each rank goes",
@@ -71,9 +81,18 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
     ]
     if not held:
         return Html("")
-    most = max(sum(now.values()) for _, _, points in held for _, now in points) or 1.0
+    most = (
+        max(sum(now.values()) for _, _, points in held for _, now in points)
+        or 1.0
+    )
     kinds = sorted(
-        {k for _, _, points in held for _, now in points for k in now if now[k] > 0}
+        {
+            k
+            for _, _, points in held
+            for _, now in points
+            for k in now
+            if now[k] > 0
+        }
     )
     fills = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
     write = (
@@ -85,9 +104,13 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
     for rank, name, points in held:
         areas = []
         for kind in kinds:
-            levels = [(time, max(0.0, now.get(kind, 0.0))) for time, now in points]
+            levels = [
+                (time, max(0.0, now.get(kind, 0.0))) for time, now in points
+            ]
             highest = max(amount for _, amount in levels)
-            tip = f"rank {rank}, {name.strip()}: {kind} at most {write(highest)}"
+            tip = (
+                f"rank {rank}, {name.strip()}: {kind} at most {write(highest)}"
+            )
             areas.append(Area(kind, levels, fills[kind], tip))
         rows.append(Row(name, areas=areas, most=most, tall=_TALL))
     return gantt(
@@ -96,7 +119,9 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
         picture.start,
         picture.end,
         clock=picture.clock,
-        notes=[f"A row is as high as the most that any rank holds: {write(most)}."],
+        notes=[
+            f"A row is as high as the most that any rank holds: {write(most)}."
+        ],
         colours=[KeyEntry(fill, kind) for kind, fill in fills.items()],
         width=width,
     )

@@ -11,11 +11,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ..program import KINDS, Costs, Op, Recorded, Sizes, Span, Timeline, check, ops
+from ..program import (
+    KINDS,
+    Costs,
+    Op,
+    Recorded,
+    Sizes,
+    Span,
+    Timeline,
+    check,
+    ops,
+)
 from .words import number
 
 PAINTS = {letter: kind.paint for letter, kind in KINDS.items()}
-LEGEND = {letter: kind.name for letter, kind in KINDS.items() if letter != ops.RECEIVE}
+LEGEND = {
+    letter: kind.name
+    for letter, kind in KINDS.items()
+    if letter != ops.RECEIVE
+}
 
 
 class Track(NamedTuple):
@@ -36,7 +50,9 @@ def apart(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
     """
     rows: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda s: (s.start, s.end)):
-        free = next((row for row in rows if not row or row[-1].end <= span.start), None)
+        free = next(
+            (row for row in rows if not row or row[-1].end <= span.start), None
+        )
         if free is None:
             rows.append(free := [])
         free.append(span)
@@ -77,11 +93,17 @@ class Picture:
         """Write a file: .svg, .html with zoom, or .json, a trace for Perfetto."""
         from . import FORMATS
 
-        Path(path).write_text(FORMATS[Path(path).suffix](self), encoding="utf-8")
+        Path(path).write_text(
+            FORMATS[Path(path).suffix](self), encoding="utf-8"
+        )
 
     @cached_property
     def timelines(self) -> tuple[Timeline, ...]:
-        return (self.timeline,) if self.other is None else (self.timeline, self.other)
+        return (
+            (self.timeline,)
+            if self.other is None
+            else (self.timeline, self.other)
+        )
 
     @cached_property
     def start(self) -> float:
@@ -106,11 +128,17 @@ class Picture:
                     shown.setdefault(where, []).append(span)
                 elif span.lane == "compute":
                     shown.setdefault(where, [])
-        ranks = {rank: i for i, t in enumerate(self.timelines) for rank in t.ranks}
+        ranks = {
+            rank: i for i, t in enumerate(self.timelines) for rank in t.ranks
+        }
         order = {rank: i for i, rank in enumerate(sorted(ranks))}
-        keys = sorted(shown, key=lambda k: (order[k[0]], k[1] != "compute", k[1], k[2]))
+        keys = sorted(
+            shown, key=lambda k: (order[k[0]], k[1] != "compute", k[1], k[2])
+        )
         return tuple(
-            Track(*key[:2], "  " if layer else self._label(*key), key[2], spans)
+            Track(
+                *key[:2], "  " if layer else self._label(*key), key[2], spans
+            )
             for key in keys
             for layer, spans in enumerate(apart(shown[key]))
         )
@@ -202,8 +230,13 @@ class Picture:
         Name, time in the first timeline, time in the second, and the difference as a
         share of the first step.
         """
-        rows, whole = [], self.timeline.makespan * len(self.timeline.ranks) or 1.0
-        parts = [[t.breakdown(rank) for rank in t.ranks] for t in self.timelines]
+        rows, whole = (
+            [],
+            self.timeline.makespan * len(self.timeline.ranks) or 1.0,
+        )
+        parts = [
+            [t.breakdown(rank) for rank in t.ranks] for t in self.timelines
+        ]
         for kind in (*LEGEND, ""):
             sums = [
                 sum(of_rank.get(kind, 0.0) for of_rank in of_ranks)
@@ -211,7 +244,9 @@ class Picture:
             ]
             if any(sums):
                 more = f"{100 * (sums[-1] - sums[0]) / whole:+.1f} %"
-                rows.append((named(kind), number(sums[0]), number(sums[-1]), more))
+                rows.append(
+                    (named(kind), number(sums[0]), number(sums[-1]), more)
+                )
         return tuple(rows)
 
 
@@ -231,7 +266,10 @@ def recorded_picture(
     `costs` are those of a plan. Without them, the prediction uses the medians of the
     step itself.
     """
-    predicted, measured = recorded.predicted(sizes, costs), recorded.measured(sizes)
+    predicted, measured = (
+        recorded.predicted(sizes, costs),
+        recorded.measured(sizes),
+    )
     note = (
         f"bubble: {predicted.bubble_fraction:.1%} predicted, {measured.bubble_fraction:.1%} measured;"
         f" step: {predicted.makespan:.4g} s predicted, {measured.makespan:.4g} s measured."
@@ -250,7 +288,10 @@ def recorded_picture(
 
 
 def _in_ms(timeline: Timeline) -> Timeline:
-    spans = (s._replace(start=1e3 * s.start, end=1e3 * s.end) for s in timeline.spans)
+    spans = (
+        s._replace(start=1e3 * s.start, end=1e3 * s.end)
+        for s in timeline.spans
+    )
     memory = timeline.memory and {
         rank: tuple((1e3 * time, held) for time, held in points)
         for rank, points in timeline.memory.items()

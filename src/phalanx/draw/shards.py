@@ -62,7 +62,9 @@ def shards_svg(slices: Sequence[Slice], width: float = WIDE) -> Html:
             x = 20 + i * (wide + _GAP)
             body.append(box(x, y + 18, wide, _CELL, cls="idle"))
             if rank in held:
-                body += _part(held[rank], (x, y + 18, wide, _CELL), more[name, rank])
+                body += _part(
+                    held[rank], (x, y + 18, wide, _CELL), more[name, rank]
+                )
         y += _CELL + 28
     light = tinted(COLOURS[0], 1.0)
     meanings = (
@@ -83,10 +85,14 @@ def _part(
     """The box in a light colour, with the part that is kept in full colour."""
     x, y, width, height = cell
     down, across = (
-        (slice.box[0], slice.box[-1]) if len(slice.box) > 1 else ((0, 1), slice.box[0])
+        (slice.box[0], slice.box[-1])
+        if len(slice.box) > 1
+        else ((0, 1), slice.box[0])
     )
     rows, columns = (
-        (slice.shape[0], slice.shape[-1]) if len(slice.box) > 1 else (1, slice.shape[0])
+        (slice.shape[0], slice.shape[-1])
+        if len(slice.box) > 1
+        else (1, slice.shape[0])
     )
     left, right = (x + width * at / max(columns, 1) for at in across)
     top, bottom = (y + height * at / max(rows, 1) for at in down)
@@ -109,5 +115,10 @@ def _part(
     else:
         left, right = left + (right - left) * a, left + (right - left) * b
     yield box(
-        left, top, right - left, bottom - top, fill=COLOURS[0], pointer_events="none"
+        left,
+        top,
+        right - left,
+        bottom - top,
+        fill=COLOURS[0],
+        pointer_events="none",
     )

@@ -6,7 +6,17 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..program import Span, ops
-from .markup import LETTER, Html, KeyEntry, box, document, key, label, line, tag
+from .markup import (
+    LETTER,
+    Html,
+    KeyEntry,
+    box,
+    document,
+    key,
+    label,
+    line,
+    tag,
+)
 from .picture import LEGEND, PAINTS, Picture, Track
 from .words import number, ticks
 
@@ -94,28 +104,41 @@ def gantt(
         floor += row.height
     for time in ticks(start, end, 64 / at.scale):
         axis.append(line(at.x(time), _TOP - 8, at.x(time), floor + 3))
-        axis.append(label(at.x(time), _TOP - 12, f"{number(time)}{clock}", "soft mid"))
+        axis.append(
+            label(at.x(time), _TOP - 12, f"{number(time)}{clock}", "soft mid")
+        )
     width = width or max(at.x(end) + _PAD, 480.0)
     below, floor = key(colours, floor + 26, width) if colours else ([], floor)
     return document(
-        title, width, floor + (20 if colours else 14), axis + body + below, notes
+        title,
+        width,
+        floor + (20 if colours else 14),
+        axis + body + below,
+        notes,
     )
 
 
 def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     indent = len(row.name) - len(row.name.lstrip())
     soft = "" if row.main else "soft"
-    yield label(_PAD + 5 * indent, top + row.height / 2 + 4, row.name.strip(), soft)
+    yield label(
+        _PAD + 5 * indent, top + row.height / 2 + 4, row.name.strip(), soft
+    )
     yield box(at.margin, top, at.x(at.end) - at.margin, row.height, cls="idle")
     yield from _areas(row, top, at)
     for bar in row.bars:
-        x, width = at.x(bar.start), max(0.75, (bar.end - bar.start) * at.scale - 1)
+        x, width = (
+            at.x(bar.start),
+            max(0.75, (bar.end - bar.start) * at.scale - 1),
+        )
         look = {"cls": "op", "rx": min(2.0, width / 3), "fill": bar.fill}
         yield box(x + 0.5, top, width, row.height, tip=bar.tip, **look)
         for name in bar.names:
             if LETTER * len(name) + 2 <= width:
                 middle = x + 0.5 + width / 2
-                yield label(middle, top + row.height / 2 + 4, name, "cell", bar.ink)
+                yield label(
+                    middle, top + row.height / 2 + 4, name, "cell", bar.ink
+                )
                 break
 
 
@@ -123,7 +146,8 @@ def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     """The stacked areas from the top down: each is drawn over the one above it."""
     amounts = ([amount for _, amount in area.levels] for area in row.areas)
     sums = accumulate(
-        amounts, lambda below, own: [a + b for a, b in zip(below, own, strict=True)]
+        amounts,
+        lambda below, own: [a + b for a, b in zip(below, own, strict=True)],
     )
     floor = top + row.height
     for area, heights in reversed(list(zip(row.areas, sums, strict=True))):
@@ -145,7 +169,9 @@ def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
 def tinted(colour: str, light: float) -> str:
     """A colour mixed with white: 0 leaves it, 1 makes it as light as text allows."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(p + (255 - p) * 0.55 * light):02x}" for p in parts)
+    return "#" + "".join(
+        f"{round(p + (255 - p) * 0.55 * light):02x}" for p in parts
+    )
 
 
 def svg(picture: Picture, width: float = 0.0) -> Html:
@@ -154,11 +180,17 @@ def svg(picture: Picture, width: float = 0.0) -> Html:
     for track in picture.tracks:
         bars = [_bar(picture, track, span) for span in track.spans]
         rows.append(
-            Row(track.label, bars, main=track.lane == "compute" and not track.source)
+            Row(
+                track.label,
+                bars,
+                main=track.lane == "compute" and not track.source,
+            )
         )
     compared = [
         f"{kind}: {first} {picture.names[0]}, {second} {picture.names[1]} ({share} of the step)"
-        for kind, first, second, share in (picture.differences if picture.other else ())
+        for kind, first, second, share in (
+            picture.differences if picture.other else ()
+        )
     ]
     legend = [
         KeyEntry(
@@ -186,18 +218,26 @@ def _scale(picture: Picture) -> float:
     """Pixels per unit of time: labels fit short operations, and all fits a page."""
     span = (picture.end - picture.start) or 1.0
     spans = [s for t in picture.tracks if t.lane == "compute" for s in t.spans]
-    shortest = max(min((s.end - s.start for s in spans), default=span), span / 2000)
+    shortest = max(
+        min((s.end - s.start for s in spans), default=span), span / 2000
+    )
     letters = 4.6 if picture.several else 3.6
     return min(max(letters * LETTER / shortest, 640 / span), 1500 / span)
 
 
 def _bar(picture: Picture, track: Track, span: Span) -> Bar:
     paint, light = PAINTS[span.op.kind], picture.tint(track.rank, span.op)
-    named = {"start": span.start, "end": span.end, "takes": span.end - span.start}
+    named = {
+        "start": span.start,
+        "end": span.end,
+        "takes": span.end - span.start,
+    }
     times = " ".join(
         f"{name} {number(time)}{picture.clock}" for name, time in named.items()
     )
     tip = f"{span.op}: {picture.explain(span.op)}\nrank {track.rank}, {track.lane}\n{times}"
     ink = paint.ink if light < 0.4 else "#000000"
     names = picture.names_of(span.op)
-    return Bar(span.start, span.end, tinted(paint.fill, light), ink, tip, names)
+    return Bar(
+        span.start, span.end, tinted(paint.fill, light), ink, tip, names
+    )

@@ -43,7 +43,9 @@ def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
         lines += ["", " " * margin + _axis(picture, scale, left, right)]
         for track, cells in rows:
             label = track.label[: margin - 1].ljust(margin)
-            lines.append(label + _row(picture, track, cells, (left, right), colour))
+            lines.append(
+                label + _row(picture, track, cells, (left, right), colour)
+            )
     lines += ["", *wrapped(_legend(picture, scale), width)]
     compared = ""
     if picture.other:  # time by kind of operation
@@ -57,7 +59,9 @@ def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
 def _scale(picture: Picture, room: int) -> float:
     """Columns per unit of time: labels fit if possible; one band is better than two."""
     # Updates are shorter than forwards and backwards, and do not set the scale.
-    spans = [s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES]
+    spans = [
+        s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES
+    ]
     spans = spans or [s for t in picture.tracks for s in t.spans]
     if not spans:
         return 1.0
@@ -65,7 +69,9 @@ def _scale(picture: Picture, room: int) -> float:
     shortest = min(s.end - s.start for s in spans)
     # A label that begins with a digit needs a blank before it: 2F6 and 5B0 are not
     # 2F65B0.
-    label = max(len(picture.names_of(s.op)[0]) for s in spans) + picture.several
+    label = (
+        max(len(picture.names_of(s.op)[0]) for s in spans) + picture.several
+    )
     most = max(1, _LINES // (len(picture.tracks) + 2))
     # A very short operation among long ones does not set the scale for all.
     shortest = max(shortest, median(s.end - s.start for s in spans) / 4)
@@ -80,9 +86,15 @@ def _scale(picture: Picture, room: int) -> float:
 
 def _band(picture: Picture, scale: float, room: int, columns: int) -> int:
     """Columns per band: equal bands, each a whole number of the shortest cells."""
-    spans = [s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES]
+    spans = [
+        s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES
+    ]
     cell = min(
-        room, max(1, round(min((s.end - s.start for s in spans), default=1.0) * scale))
+        room,
+        max(
+            1,
+            round(min((s.end - s.start for s in spans), default=1.0) * scale),
+        ),
     )
     room -= room % cell
     fair = -(-columns // -(-columns // room))
@@ -94,7 +106,9 @@ def _cells(track: Track, begin: float, scale: float) -> list[_Cell]:
     cells: list[_Cell] = []
     reached = 0
     for span in sorted(track.spans, key=lambda s: s.start):
-        start, stop = (round((t - begin) * scale) for t in (span.start, span.end))
+        start, stop = (
+            round((t - begin) * scale) for t in (span.start, span.end)
+        )
         start = max(start, reached)
         # On a link lane a short message still gets one column; compute lanes keep
         # proportions.
@@ -122,7 +136,10 @@ def _row(
                 # Underline later pieces of a rank: 256 colours do not have enough
                 # tints.
                 op, paint = cell.op, PAINTS[cell.op.kind]
-                later = picture.tint(track.rank, op) > 0.5 and op.kind in ops.COMPUTES
+                later = (
+                    picture.tint(track.rank, op) > 0.5
+                    and op.kind in ops.COMPUTES
+                )
                 ink = 15 if paint.ink == "#ffffff" else 16
                 look = f"38;5;{ink};48;5;{paint.terminal}" + ";4" * later
                 words = f"\x1b[{look}m{words}\x1b[0m"
@@ -161,7 +178,9 @@ def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
     """Round times above a band."""
     begin = picture.start
     marks = [" "] * (right - left)
-    for time in ticks(begin + (left - 0.5) / scale, begin + right / scale, 9 / scale):
+    for time in ticks(
+        begin + (left - 0.5) / scale, begin + right / scale, 9 / scale
+    ):
         column = round((time - begin) * scale) - left
         words = f"╷{number(time)}{picture.clock}"
         if 0 <= column <= len(marks) - len(words):

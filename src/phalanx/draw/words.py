@@ -12,7 +12,9 @@ def number(x: float) -> str:
 def ticks(start: float, end: float, least: float) -> list[float]:
     """Round values from start to end, at least `least` apart."""
     power: float = 10.0 ** math.floor(math.log10(least))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9))
+    step = next(
+        m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9)
+    )
     first, last = math.ceil(start / step - 1e-9), math.floor(end / step + 1e-9)
     return [tick * step for tick in range(first, last + 1)]
 

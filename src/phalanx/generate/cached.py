@@ -42,16 +42,18 @@ class CachedCore(nn.Module):
         k = k.repeat_interleave(sharing, 2)
         v = v.repeat_interleave(sharing, 2)
         # scores: (batch, heads, new tokens, all tokens), in float32
-        scores = torch.einsum("bnhd,bthd->bhnt", q.float(), k.float()) / math.sqrt(
-            q.shape[-1]
-        )
+        scores = torch.einsum(
+            "bnhd,bthd->bhnt", q.float(), k.float()
+        ) / math.sqrt(q.shape[-1])
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         scores = scores.masked_fill(
             ~self.visible(q.shape[1], k.shape[1], q.device), -torch.inf
         )
         if sinks is not None:  # one more key per head, whose value is zero
-            column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            column = (
+                sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            )
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1)[..., : k.shape[1]]
         return torch.einsum("bhnt,bthd->bnhd", weights, v.float()).to(v.dtype)

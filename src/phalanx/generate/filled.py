@@ -11,7 +11,9 @@ from ..parallel import Model
 from .sampling import GenerateError
 
 
-def fill(model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def fill(
+    model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
     """Give a model on the meta device these weights, and its buffers their values."""
     names = {parameter: name for name, parameter in model.weights.items()}
     if missing := sorted(names[p] for p in names if names[p] not in weights):

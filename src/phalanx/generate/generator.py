@@ -25,7 +25,9 @@ class Generator:
     """Decoder with its weights, and the cached keys and values of the tokens read so
     far."""
 
-    def __init__(self, model: Model, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, model: Model, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.model, self.dtype = model, dtype
         self.blocks = [piece for _, piece in model.pieces[1:-1]]
         self.embed, head = model.pieces[0][1], model.pieces[-1][1]
@@ -54,14 +56,18 @@ class Generator:
 
     @property
     def shape(self) -> Shape:
-        assert self.model.shape is not None  # set for every model of `build_model`
+        assert (
+            self.model.shape is not None
+        )  # set for every model of `build_model`
         return self.model.shape
 
     @property
     def longest(self) -> int | None:
         """Maximum number of tokens in a sequence, or None; learned positions limit
         it."""
-        return self.shape.sequence if self.shape.positions == "learned" else None
+        return (
+            self.shape.sequence if self.shape.positions == "learned" else None
+        )
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -127,7 +133,9 @@ class Generator:
     def _refuse(self, prompt: list[int], count: int) -> None:
         vocabulary = self.shape.vocab
         if not prompt:
-            raise GenerateError("the prompt is empty. Write at least one character.")
+            raise GenerateError(
+                "the prompt is empty. Write at least one character."
+            )
         if max(prompt) >= vocabulary or min(prompt) < 0:
             raise GenerateError(
                 f"the prompt has token {max(prompt)}, but the model's vocabulary is {vocabulary:,}."

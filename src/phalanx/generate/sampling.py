@@ -46,8 +46,12 @@ class Sampling:
         """Return the next token of each row, from logits (rows, vocabulary)."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        probabilities = self.kept(logits.float() / self.temperature).softmax(-1)
-        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+        probabilities = self.kept(logits.float() / self.temperature).softmax(
+            -1
+        )
+        return torch.multinomial(
+            probabilities, 1, generator=generator
+        ).squeeze(-1)
 
     def kept(self, logits: Tensor) -> Tensor:
         """Return the logits, with -inf for excluded tokens."""
@@ -59,6 +63,8 @@ class Sampling:
             shares = ordered.softmax(-1)
             # total probability of more likely tokens
             before = shares.cumsum(-1) - shares
-            beyond = (before >= self.top_p).scatter(-1, order, before >= self.top_p)
+            beyond = (before >= self.top_p).scatter(
+                -1, order, before >= self.top_p
+            )
             logits = logits.masked_fill(beyond, -torch.inf)
         return logits

@@ -4,7 +4,13 @@ from .kinds import ByKind, one_block_of_each
 from .layout import Layout
 from .legal import Violation, legal, nearest
 from .mesh import Axis, LayoutError, Mesh
-from .pieces import PieceRow, StagedPieces, plain_pieces, stage_pieces, staged_pieces
+from .pieces import (
+    PieceRow,
+    StagedPieces,
+    plain_pieces,
+    stage_pieces,
+    staged_pieces,
+)
 from .recipe import recipe
 from .rules import Rules
 from .run import Run, RunError

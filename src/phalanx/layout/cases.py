@@ -30,13 +30,19 @@ SHAPES = {
 }
 # These exceed thresholds of the code that the others do not reach.
 LARGER = {
-    name: decode(Shape, {"name": name, **_DATA["least"], **more}, name, ShapeError)
+    name: decode(
+        Shape, {"name": name, **_DATA["least"], **more}, name, ShapeError
+    )
     for name, more in _DATA["larger"].items()
 }
 
 
 def every_layout(
-    shape: Shape, ranks: int, *, axes: str = " ".join(AXES), besides: bool = False
+    shape: Shape,
+    ranks: int,
+    *,
+    axes: str = " ".join(AXES),
+    besides: bool = False,
 ) -> tuple[Layout, ...]:
     """All legal layouts of up to `ranks` ranks over these axes, and ep for experts.
 
@@ -45,7 +51,9 @@ def every_layout(
     """
     free = set(axes.split()) - ({"ep"} if not shape.experts else set())
     plain = tuple(
-        x for x in dict.fromkeys(_all(shape, ranks, free)) if not legal(x, shape)
+        x
+        for x in dict.fromkeys(_all(shape, ranks, free))
+        if not legal(x, shape)
     )
     turns: Any = zip(plain, cycle(_BESIDES if besides else [{}]), strict=False)
     each = [(x, replace(x, **option)) for x, option in turns]
@@ -63,7 +71,11 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
             if inner == 1 and dp > 1:
                 continue
             for zero, seq, order, recompute, overlap in product(
-                range(4), (False, True), _orders(pp), recomputes, (False, True)[:ep]
+                range(4),
+                (False, True),
+                _orders(pp),
+                recomputes,
+                (False, True)[:ep],
             ):
                 x = Layout(mesh, seq, zero, *order, precision=FP64)
                 yield replace(x, recompute=recompute, overlap=overlap)
@@ -83,8 +95,13 @@ def _orders(pp: int) -> list[tuple[str, int, int]]:
     """(schedule, chunks, microbatches); no number of stages here divides 3."""
     if pp == 1:
         return [(ACCUM, 1, 1), (ACCUM, 1, 3)]
-    kinds = [(name, kind) for name, kind in SCHEDULES.items() if kind.pipelined]
-    return [(name, kind.least, 1 if kind.whole_batch else 3) for name, kind in kinds]
+    kinds = [
+        (name, kind) for name, kind in SCHEDULES.items() if kind.pipelined
+    ]
+    return [
+        (name, kind.least, 1 if kind.whole_batch else 3)
+        for name, kind in kinds
+    ]
 
 
 def _features(x: Layout) -> dict[str, object]:

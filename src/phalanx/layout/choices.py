@@ -18,7 +18,9 @@ class ScheduleTraits(NamedTuple):
     most: int = 1  # most chunks
     pipelined: bool = True  # runs over the stages of a pipeline
     whole_batch: bool = False  # takes the batch as one microbatch
-    splits_backward: bool = False  # input and weight gradients are separate operations
+    splits_backward: bool = (
+        False  # input and weight gradients are separate operations
+    )
     # Of P ranks, rank r holds the stages r and 2P - 1 - r; otherwise r, P + r, ...
     v_shape: bool = False
     searched: bool = False  # the order depends on the costs of operations
@@ -67,7 +69,14 @@ class DtypeTraits(NamedTuple):
     compared: bool = True  # `verify` compares layouts in it
 
 
-BF16, FP16, TF32, FP32, FP64, FP8 = "bf16", "fp16", "tf32", "fp32", "fp64", "fp8"
+BF16, FP16, TF32, FP32, FP64, FP8 = (
+    "bf16",
+    "fp16",
+    "tf32",
+    "fp32",
+    "fp64",
+    "fp8",
+)
 DTYPES = {
     BF16: DtypeTraits("bfloat16", 2, "BF16"),
     FP16: DtypeTraits("float16", 2, "F16"),
@@ -104,11 +113,15 @@ MATMULS = {
     MXFP8: MatmulTraits(32, power=True),  # OCP Microscaling Formats 1.0
 }
 MATMULS |= {
-    f"{name}{',' if ':' in name else ':'}e5m2": traits._replace(gradient=_WIDER)
+    f"{name}{',' if ':' in name else ':'}e5m2": traits._replace(
+        gradient=_WIDER
+    )
     for name, traits in MATMULS.items()
 }
 MATMULS |= {
-    f"{name}{',' if ':' in name else ':'}experts": traits._replace(experts=True)
+    f"{name}{',' if ':' in name else ':'}experts": traits._replace(
+        experts=True
+    )
     for name, traits in MATMULS.items()
 }
 MATMUL_WORDS = {name: name for name in MATMULS} | {
@@ -148,7 +161,11 @@ class OptimizerTraits(NamedTuple):
 
     def kept(self, *, matrix: bool) -> tuple[str, ...]:
         """The tensors kept for a weight, or for a matrix that is updated whole."""
-        return self.matrix_moments if matrix and self.whole_matrices else self.moments
+        return (
+            self.matrix_moments
+            if matrix and self.whole_matrices
+            else self.moments
+        )
 
 
 _MOMENTUM = ("momentum_buffer",)
@@ -167,17 +184,23 @@ COMPARED_OPTIMIZERS = (*OPTIMIZERS, "muon:original")
 @cache
 def elsewhere(section: str) -> dict[str, str]:
     """Map other libraries' names to ours, from a section of elsewhere.toml."""
-    data = Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8")
+    data = (
+        Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8")
+    )
     rows = tomllib.loads(data)[section].items()
     return {other: ours for ours, others in rows for other in others.split()}
 
 
 def near_word(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     """A sentence that suggests the nearest known word, or ""."""
-    near = difflib.get_close_matches(word[:60], list(known), n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(
+        word[:60], list(known), n=1, cutoff=cutoff
+    )
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def no_such(what: str, name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
+def no_such(
+    what: str, name: str, known: Iterable[str], cutoff: float = 0.4
+) -> str:
     """The error text for an unknown name, with the nearest known one."""
     return f"unknown {what} {name[:60]!r}.{near_word(name, known, cutoff)}"

@@ -16,7 +16,14 @@ from dataclasses import MISSING, field, fields, is_dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from .choices import near_word
 from .files import DEPTH, parse_toml, read_text, unwritable
@@ -37,7 +44,11 @@ _KINDS: dict[Any, tuple[str, str, str]] = {
     dict: ("a table", "{}", "object"),
     NoneType: ("nothing", "", "null"),
 }
-_BOUNDS = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum"}
+_BOUNDS = {
+    "minimum": "minimum",
+    "maximum": "maximum",
+    "above": "exclusiveMinimum",
+}
 QUOTES = "\"' \t"
 _NAME = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
 _PATH = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
@@ -60,10 +71,16 @@ class FileError(ValueError):
     """A file that cannot be used, with every mistake in it. Secrets in URLs are hidden."""
 
     def __init__(self, name: str, mistakes: Sequence[Mistake]) -> None:
-        self.mistakes = tuple(Mistake(*map(redacted, mistake)) for mistake in mistakes)
+        self.mistakes = tuple(
+            Mistake(*map(redacted, mistake)) for mistake in mistakes
+        )
         mistakes = self.mistakes
-        count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
-        lines = "\n".join("- " + str(m).replace("\n", "\n  ") for m in mistakes)
+        count = (
+            f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
+        )
+        lines = "\n".join(
+            "- " + str(m).replace("\n", "\n  ") for m in mistakes
+        )
         super().__init__(f"{name} has {count}.\n{lines}")
 
 
@@ -105,7 +122,9 @@ class _Key(NamedTuple):
 def _keys(cls: Any) -> dict[str, _Key]:
     hints, made = get_type_hints(cls), {}
     for f in fields(cls):
-        default = f.default if f.default_factory is MISSING else f.default_factory()
+        default = (
+            f.default if f.default_factory is MISSING else f.default_factory()
+        )
         description = f.metadata.get("description", "")
         one = _Key(f.name, hints[f.name], default, description, f.metadata)
         made[f.metadata.get("name") or f.name] = one
@@ -116,13 +135,19 @@ def every_key(cls: Any, prefix: str = "") -> Iterator[str]:
     """All keys of a file, dotted."""
     for name, one in _keys(cls).items():
         inner = is_dataclass(one.type)
-        yield from every_key(one.type, f"{prefix}{name}.") if inner else [prefix + name]
+        yield from (
+            every_key(one.type, f"{prefix}{name}.")
+            if inner
+            else [prefix + name]
+        )
 
 
 # ---- from text to a value
 
 
-def text_of(path: str | Path, what: str, error: type[FileError], way_out: str) -> str:
+def text_of(
+    path: str | Path, what: str, error: type[FileError], way_out: str
+) -> str:
     """The text of a user's file. `what` names the kind of file in an error."""
 
     def refuse(why: str) -> FileError:
@@ -132,7 +157,11 @@ def text_of(path: str | Path, what: str, error: type[FileError], way_out: str) -
 
 
 def load(
-    cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any
+    cls: type[T],
+    path: str | Path,
+    what: str,
+    error: type[FileError],
+    **given: Any,
 ) -> T:
     """Read the value from a user's file."""
     text = text_of(path, what, error, "Name a file that can be read")
@@ -145,7 +174,9 @@ def parse(
     """Read the value from TOML text; `given` are values for missing keys."""
     reader = Reader(cls, text, file)
     value: T = (
-        reader.table(cls, given | reader.given) if not reader.mistakes else _WRONG
+        reader.table(cls, given | reader.given)
+        if not reader.mistakes
+        else _WRONG
     )
     if reader.mistakes:
         raise error(file, reader.mistakes)
@@ -240,9 +271,9 @@ class Reader:
                 inner[part] = {self._texts[part]: before} if kept else {}
             inner = inner[part]
         try:
-            inner[path[-1]] = parse_toml(f"{path[-1]} = {text}", name[:60], ValueError)[
-                path[-1]
-            ]
+            inner[path[-1]] = parse_toml(
+                f"{path[-1]} = {text}", name[:60], ValueError
+            )[path[-1]]
         except ValueError as error:
             if re.search("digits|64 bits|deep", str(error)):
                 self._refused("argument", error, "Write less")
@@ -291,7 +322,9 @@ class Reader:
         self._mistakes.append(Mistake(self.place(path), what, way_out))
         return _WRONG
 
-    def table(self, cls: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
+    def table(
+        self, cls: Any, given: Mapping[str, Any], prefix: str = ""
+    ) -> Any:
         """The instance, with defaults for wrong values; `_WRONG` if impossible."""
         known = _keys(cls)
         values: dict[str, Any] = {}
@@ -301,14 +334,20 @@ class Reader:
                 read = self._value(
                     known[name].type, value, prefix + name, known[name].limits
                 )
-                values |= {} if read is _WRONG else {known[name].attribute: read}
+                values |= (
+                    {} if read is _WRONG else {known[name].attribute: read}
+                )
             else:
                 self._unknown(cls, prefix + name, value)
-        required = {name: one for name, one in known.items() if one.default is MISSING}
+        required = {
+            name: one for name, one in known.items() if one.default is MISSING
+        }
         for name, one in required.items():
             if name not in given:
                 way_out = _way_out(one.type, prefix + name)
-                self._wrong(prefix + name, f"{prefix}{name} is missing", way_out)
+                self._wrong(
+                    prefix + name, f"{prefix}{name} is missing", way_out
+                )
         if any(one.attribute not in values for one in required.values()):
             return _WRONG
         try:
@@ -318,7 +357,9 @@ class Reader:
             alone = before == len(self._mistakes)
             for mistake in error.mistakes if alone else ():
                 self._wrong(
-                    prefix + mistake.place, prefix + mistake.what, mistake.way_out
+                    prefix + mistake.place,
+                    prefix + mistake.what,
+                    mistake.way_out,
                 )
             return _WRONG
 
@@ -335,10 +376,14 @@ class Reader:
         if not _fits(value, hint):
             what = f"{path} = {_shown(value)} is {_kind(value)}"
             spelled = (
-                whole_spellings(value) if hint is int and isinstance(value, str) else ""
+                whole_spellings(value)
+                if hint is int and isinstance(value, str)
+                else ""
             )
             return self._wrong(
-                path, what, f"Write {spelled}" if spelled else _way_out(hint, path)
+                path,
+                what,
+                f"Write {spelled}" if spelled else _way_out(hint, path),
             )
         if isinstance(hint, UnionType):
             part = next(part for part in parts if _fits(value, part))
@@ -349,13 +394,15 @@ class Reader:
             kinds = parts[:1] * len(value) if parts[-1] is ... else parts
             pairs = enumerate(zip(kinds, value, strict=True))
             value = tuple(
-                self._value(kind, x, f"{path}[{i}]", {}) for i, (kind, x) in pairs
+                self._value(kind, x, f"{path}[{i}]", {})
+                for i, (kind, x) in pairs
             )
             if _WRONG in value:
                 return _WRONG
         elif parts and _plain(hint) is dict:
             value = {
-                k: self._value(parts[1], x, f"{path}.{k}", {}) for k, x in value.items()
+                k: self._value(parts[1], x, f"{path}.{k}", {})
+                for k, x in value.items()
             }
             if _WRONG in value.values():
                 return _WRONG
@@ -368,14 +415,16 @@ class Reader:
         prefix, _, last = path.rpartition(".")
         names = [f"{prefix}.{name}".lstrip(".") for name in _keys(cls)]
         leaves = {
-            name.rpartition(".")[2]: name for name in reversed([*every_key(self._root)])
+            name.rpartition(".")[2]: name
+            for name in reversed([*every_key(self._root)])
         }
         near = [leaves[last]] if last in leaves else []
         # The search is slow, and further mistakes are not shown.
         if not near and len(self._mistakes) < SHOWN:
             near = difflib.get_close_matches(path, names, 1, 0.6)
             near = near or [
-                leaves[n] for n in difflib.get_close_matches(last, leaves, 1, 0.6)
+                leaves[n]
+                for n in difflib.get_close_matches(last, leaves, 1, 0.6)
             ]
         way_out = (
             f"Did you mean {near[0]!r}?"
@@ -385,7 +434,9 @@ class Reader:
         for name in (last.lower(), path):
             way_out = self._pointers.get(name, way_out)
         self._wrong(
-            path, f"{path} = {_shown(value)}: there is no key {path!r}", way_out
+            path,
+            f"{path} = {_shown(value)}: there is no key {path!r}",
+            way_out,
         )
 
 
@@ -393,7 +444,9 @@ def out_of_bounds(value: Any) -> list[Mistake]:
     """Mistakes in the fields of an instance that a program made, each field on its own."""
     mistakes = []
     for name, one in _keys(value.__class__).items():
-        if problem := _problem(getattr(value, one.attribute), name, one.limits):
+        if problem := _problem(
+            getattr(value, one.attribute), name, one.limits
+        ):
             mistakes.append(Mistake(name, *problem))
     return mistakes
 
@@ -404,17 +457,25 @@ def _problem(
     """Describe what is wrong with a value of the right type, or return None."""
     choices = limits.get("choices")
     if choices and value not in choices:
-        known, hint = ", ".join(filter(None, choices)), near_word(str(value), choices)
+        known, hint = (
+            ", ".join(filter(None, choices)),
+            near_word(str(value), choices),
+        )
         return f"{path} = {_shown(value)} is unknown", f"Choose {known}.{hint}"
     low, high, above = (limits.get(name) for name in _BOUNDS)
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
             continue
-        if (low is not None and number < low) or (high is not None and number > high):
+        if (low is not None and number < low) or (
+            high is not None and number > high
+        ):
             first, last = (
-                f"{x:,}" if isinstance(x, int) else f"{x or 0:g}" for x in (low, high)
+                f"{x:,}" if isinstance(x, int) else f"{x or 0:g}"
+                for x in (low, high)
             )
-            bounds = f"{first} or more" if high is None else f"{first} to {last}"
+            bounds = (
+                f"{first} or more" if high is None else f"{first} to {last}"
+            )
             bounds = f"{last} or less" if low is None else bounds
         elif above is not None and not above < number < math.inf:
             bounds = f"more than {above:g}"
@@ -501,7 +562,9 @@ def _dumped(value: Any, path: str, short: bool) -> Iterator[str]:
     tables = []
     keys = {} if isinstance(value, Mapping) else _keys(value.__class__)
     items = (
-        {n: getattr(value, one.attribute) for n, one in keys.items()} if keys else value
+        {n: getattr(value, one.attribute) for n, one in keys.items()}
+        if keys
+        else value
     )
     for name, item in items.items():
         if short and name in keys and item in (None, keys[name].default):
@@ -548,7 +611,8 @@ def schema(cls: Any, title: str = "") -> dict[str, Any]:
     properties, required = {}, []
     for name, one in _keys(cls).items():
         limits = {
-            json_name: one.limits.get(ours) for ours, json_name in _BOUNDS.items()
+            json_name: one.limits.get(ours)
+            for ours, json_name in _BOUNDS.items()
         }
         properties[name] = _typed(
             one.type, {k: x for k, x in limits.items() if x is not None}
@@ -559,11 +623,22 @@ def schema(cls: Any, title: str = "") -> dict[str, Any]:
         if one.default is MISSING:
             required.append(name)
         elif not is_dataclass(one.type):
-            plain = list(one.default) if isinstance(one.default, tuple) else one.default
+            plain = (
+                list(one.default)
+                if isinstance(one.default, tuple)
+                else one.default
+            )
             properties[name]["default"] = plain
-    made = {"type": "object", "additionalProperties": False, "properties": properties}
+    made = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
     made |= {"required": required} if required else {}
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+    }
     return head | made if title else made
 
 
@@ -575,11 +650,15 @@ def _typed(hint: Any, limits: dict[str, Any]) -> dict[str, Any]:
     limits = limits if {int, float} & {hint, *parts} else {}
     if isinstance(hint, UnionType):
         return {"type": [_KINDS[_plain(part)][2] for part in parts], **limits}
-    made: dict[str, Any] = {} if hint is Any else {"type": _KINDS[_plain(hint)][2]}
+    made: dict[str, Any] = (
+        {} if hint is Any else {"type": _KINDS[_plain(hint)][2]}
+    )
     if _plain(hint) is tuple:
         made |= {"items": _typed(parts[0], limits)}
         count = (
-            {} if parts[-1] is ... else {"minItems": len(parts), "maxItems": len(parts)}
+            {}
+            if parts[-1] is ...
+            else {"minItems": len(parts), "maxItems": len(parts)}
         )
         return made | count
     if parts and _plain(hint) is dict:

@@ -28,7 +28,9 @@ class Rendezvous:
     host: str
     port: int
     served: bool = False  # the launcher runs the store already
-    attempt: int = 0  # the number of times the launcher has restarted the ranks
+    attempt: int = (
+        0  # the number of times the launcher has restarted the ranks
+    )
     one_host: bool = False  # True if all ranks are known to be on this host
     source: str = ""  # the launcher and its variables
     agent: bool = False  # the parent of this process is torchrun's agent
@@ -63,7 +65,9 @@ def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
     # A Kubernetes pod with one rank does not set it.
     environment = {"LOCAL_RANK": "0", **environment}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    rank, size, local, port = (_whole(environment, name, "torchrun") for name in names)
+    rank, size, local, port = (
+        _whole(environment, name, "torchrun") for name in names
+    )
     restarts = "TORCHELASTIC_RESTART_COUNT"
     return Rendezvous(
         rank,
@@ -91,9 +95,12 @@ def _slurm(environment: Mapping[str, str]) -> Rendezvous:
         else "SLURM_NTASKS"
     )
     names = ("SLURM_PROCID", tasks, "SLURM_LOCALID", "SLURM_JOB_ID")
-    rank, size, local, job = (_whole(environment, name, "srun") for name in names)
+    rank, size, local, job = (
+        _whole(environment, name, "srun") for name in names
+    )
     one = (
-        environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
+        environment.get("SLURM_STEP_NUM_NODES")
+        or environment.get("SLURM_NNODES")
     ) == "1"
     host = environment.get("MASTER_ADDR")
     if not host:
@@ -108,12 +115,16 @@ def _slurm(environment: Mapping[str, str]) -> Rendezvous:
     # All tasks of a step must guess the same port. Two jobs or steps on a node seldom
     # share it.
     step = environment.get("SLURM_STEP_ID", "")
-    offset = job + 1009 * (int(step) if re.fullmatch("[0-9]{1,9}", step) else 0)
+    offset = job + 1009 * (
+        int(step) if re.fullmatch("[0-9]{1,9}", step) else 0
+    )
     port = 20000 + offset % 20000
     if environment.get("MASTER_PORT"):
         port = _whole(environment, "MASTER_PORT", "srun")
     source = "SLURM_PROCID and SLURM_NTASKS of Slurm"
-    return Rendezvous(rank, size, local, host, port, one_host=one, source=source)
+    return Rendezvous(
+        rank, size, local, host, port, one_host=one, source=source
+    )
 
 
 # a character of a name, or a bracket of numbers
@@ -134,7 +145,9 @@ def first_node(nodes: str) -> str:
     return re.sub(_NODES, lambda part: part[1] or part[0], match[1])
 
 
-def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str] | None:
+def node_command(
+    environment: Mapping[str, str], ranks: int | None
+) -> list[str] | None:
     """The command that starts this node's ranks, without its arguments, or None.
 
     Needed if a launcher started one process per node. `ranks` is the number the layout
@@ -146,14 +159,18 @@ def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str]
     if "PET_NNODES" in environment:
         return torchrun  # it reads PET_* itself
     nodes = _whole(
-        {"SKYPILOT_NUM_NODES": "1", **environment}, "SKYPILOT_NUM_NODES", "sky launch"
+        {"SKYPILOT_NUM_NODES": "1", **environment},
+        "SKYPILOT_NUM_NODES",
+        "sky launch",
     )
     if nodes == 1:
         return None
     gpus = _whole(environment, "SKYPILOT_NUM_GPUS_PER_NODE", "sky launch")
     addresses = _text(environment, "SKYPILOT_NODE_IPS", "sky launch").split()
     if not addresses:
-        raise EnvironmentMistake("SKYPILOT_NODE_IPS is empty; sky launch sets it.")
+        raise EnvironmentMistake(
+            "SKYPILOT_NODE_IPS is empty; sky launch sets it."
+        )
     return [
         *torchrun,
         f"--nnodes={nodes}",
@@ -182,5 +199,7 @@ def _text(environment: Mapping[str, str], name: str, launcher: str) -> str:
 def _whole(environment: Mapping[str, str], name: str, launcher: str) -> int:
     text = _text(environment, name, launcher)
     if not re.fullmatch("-?[0-9]{1,18}", text):
-        raise EnvironmentMistake(f"{name} is {text[:60]!r}; it must be a whole number.")
+        raise EnvironmentMistake(
+            f"{name} is {text[:60]!r}; it must be a whole number."
+        )
     return int(text)

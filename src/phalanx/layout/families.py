@@ -65,7 +65,11 @@ class Family:
 
 
 def _family(row: dict[str, Any]) -> Family:
-    tables: dict[str, Any] = {"block": ["plain"], "outer": ["plain"], "keys": []} | row
+    tables: dict[str, Any] = {
+        "block": ["plain"],
+        "outer": ["plain"],
+        "keys": [],
+    } | row
     chosen: dict[str, Any] = {
         name: reduce(or_, (_DATA[name][each] for each in tables[name]), {})
         for name in ("block", "outer", "keys")
@@ -105,7 +109,9 @@ class HubTensor:
     name: str
     packed: tuple[str, ...]
     transposed: bool = False  # the last two dims
-    alternating: bool = False  # dim 1 interleaves the rows of the packed weights
+    alternating: bool = (
+        False  # dim 1 interleaves the rows of the packed weights
+    )
 
     def names(self, experts: int) -> list[str]:
         """The names of the tensors: one, or one for each expert."""
@@ -122,14 +128,19 @@ def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         inner = layer[2] if layer else name
         ours, theirs = (
-            f"{x}.{layer[1]}." if layer else "" for x in ("layers", family.layers)
+            f"{x}.{layer[1]}." if layer else ""
+            for x in ("layers", family.layers)
         )
         table = family.block if layer else family.outer
         # The last row wins: a family's own rows come after those it shares.
-        places = {each: their for their in table for each in table[their].split()}
+        places = {
+            each: their for their in table for each in table[their].split()
+        }
         path, _, last = inner.rpartition(".")
         tensor, last = (
-            (places[inner], "") if inner in places else (places[path], f".{last}")
+            (places[inner], "")
+            if inner in places
+            else (places[path], f".{last}")
         )
         packed = tuple(f"{ours}{each}{last}" for each in table[tensor].split())
         transposed = bool(layer) and dims == family.transposed
@@ -199,7 +210,11 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("mlp_bias", (None, False), "it has biases in attention or feed-forward"),
     ("swiglu_limit", (7.0,), "its experts are clamped elsewhere"),
     ("swiglu_alpha", (1.702,), "its experts are clamped elsewhere"),
-    ("use_bidirectional_attention", (None, False), "tokens attend to later ones"),
+    (
+        "use_bidirectional_attention",
+        (None, False),
+        "tokens attend to later ones",
+    ),
     ("scale_attn_weights", (True,), "its scores are not scaled"),
     (
         "scale_attn_by_inverse_layer_idx",
@@ -209,8 +224,16 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("add_cross_attention", (None, False), "it has cross-attention"),
     ("router_jitter_noise", (None, 0), "its router is trained with noise"),
     ("moe_layer_freq", (None, 1), "its experts are not in every block"),
-    ("scoring_func", (None, "sigmoid"), "its router's scores are not sigmoids"),
-    ("topk_method", (None, "noaux_tc"), "its experts are not chosen with a bias"),
+    (
+        "scoring_func",
+        (None, "sigmoid"),
+        "its router's scores are not sigmoids",
+    ),
+    (
+        "topk_method",
+        (None, "noaux_tc"),
+        "its experts are not chosen with a bias",
+    ),
     ("partial_rotary_factor", (None, 1), "rope turns a part of each head"),
 )
 
@@ -246,7 +269,9 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     """The shape that a config.json describes; refuses unsupported features."""
     name = table.get("model_type")
     if not isinstance(name, str):
-        raise LayoutError(f"{where}: 'model_type' is {str(name)[:40]!r}, and no name.")
+        raise LayoutError(
+            f"{where}: 'model_type' is {str(name)[:40]!r}, and no name."
+        )
     family = FAMILIES.get(name, _OTHER)
     table = {
         **family.config,
@@ -261,7 +286,10 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         table["intermediate_size"] = 4 * table["hidden_size"]
     known = {each.name for each in fields(_Config)}
     config = decode(
-        _Config, {k: x for k, x in table.items() if k in known}, where, LayoutError
+        _Config,
+        {k: x for k, x in table.items() if k in known},
+        where,
+        LayoutError,
     )
     # transformers' own code computes it and knows its other features.
     if family is _OTHER:
@@ -270,7 +298,11 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     # them.
     ropes = config.rope_parameters or config.rope_scaling or {}
     names = ("full_attention", "sliding_attention")
-    both = [ropes.get(each) for each in names] if names[0] in ropes else [ropes, {}]
+    both = (
+        [ropes.get(each) for each in names]
+        if names[0] in ropes
+        else [ropes, {}]
+    )
     rope, local = (each if isinstance(each, dict) else {} for each in both)
     theta: Any = rope.get("rope_theta", config.rope_theta or 10000.0)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
@@ -278,7 +310,8 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     if name in _SCALED and not config.hidden_activation:
         activation = "gelu_pytorch_tanh"
     reasons = _reasons(config, family) | {
-        f"its activation is {activation[:40]!r}": activation not in _ACTIVATIONS,
+        f"its activation is {activation[:40]!r}": activation
+        not in _ACTIVATIONS,
         f"its rope is stretched by {kind[:20]!r}": kind != "default"
         and kind not in _ROPE,
         "rope of its windows is stretched": local.get("rope_type", "default")
@@ -289,7 +322,9 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     }
     windows = tuple(_windows(config, family, reasons))
     stretch = _stretch(config, rope, kind, reasons)
-    wrong = [why for key, can, why in _ONLY if table.get(key, can[0]) not in can]
+    wrong = [
+        why for key, can, why in _ONLY if table.get(key, can[0]) not in can
+    ]
     wrong += [reason for reason, holds in reasons.items() if holds]
     if wrong:
         raise LayoutError(
@@ -317,7 +352,9 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         given["rope_local_theta"] = float(theta or 0)
     if config.kv_lora_rank:
         given["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
-        given["rope_pairs"] = "neighbours" if config.rope_interleave else "halves"
+        given["rope_pairs"] = (
+            "neighbours" if config.rope_interleave else "halves"
+        )
         if kind != "default" and rope.get("mscale_all_dim"):
             scale = 1 + 0.1 * float(rope["mscale_all_dim"]) * math.log(
                 given["rope_factor"]
@@ -365,17 +402,23 @@ def _sizes(config: _Config) -> dict[str, Any]:
     }
 
 
-def _windows(config: _Config, family: Family, reasons: dict[str, Any]) -> Iterator[int]:
+def _windows(
+    config: _Config, family: Family, reasons: dict[str, Any]
+) -> Iterator[int]:
     """Yield the window of each block, over the shortest repeating pattern."""
     count, types = config.num_hidden_layers, config.layer_types
-    unsaid = config.model_type.startswith("qwen") and config.use_sliding_window is None
+    unsaid = (
+        config.model_type.startswith("qwen")
+        and config.use_sliding_window is None
+    )
     lacks = not (family.windows and config.sliding_window)
     off = config.use_sliding_window is False or unsaid or lacks
     first = config.max_window_layers or 0
     pattern = config.sliding_window_pattern or family.pattern
     if types is None:
         local = (
-            n >= first and (not pattern or (n + 1) % pattern > 0) for n in range(count)
+            n >= first and (not pattern or (n + 1) % pattern > 0)
+            for n in range(count)
         )
         windowed = [each and not off for each in local]
     else:
@@ -389,13 +432,20 @@ def _windows(config: _Config, family: Family, reasons: dict[str, Any]) -> Iterat
         reasons["it attends within a sliding window"] = any(windowed) and lacks
     periods = range(1, count + 1) if any(windowed) else ()
     fits = (
-        p for p in periods if all(x == windowed[n % p] for n, x in enumerate(windowed))
+        p
+        for p in periods
+        if all(x == windowed[n % p] for n, x in enumerate(windowed))
     )
-    yield from (int(config.sliding_window or 0) * x for x in windowed[: next(fits, 0)])
+    yield from (
+        int(config.sliding_window or 0) * x for x in windowed[: next(fits, 0)]
+    )
 
 
 def _stretch(
-    config: _Config, rope: Mapping[str, Any], kind: str, reasons: dict[str, Any]
+    config: _Config,
+    rope: Mapping[str, Any],
+    kind: str,
+    reasons: dict[str, Any],
 ) -> dict[str, Any]:
     """The keys of a shape that describe the scaling of rope."""
     if kind not in _ROPE:
@@ -412,7 +462,11 @@ def _stretch(
             given.setdefault("factor", longest / original)
         given = {"beta_fast": 32.0, "beta_slow": 1.0} | given
         given.setdefault("attention_factor", _attention_factor(given))
-    lost = [name for name in _ROPE[kind] if type(given.get(name)) not in (int, float)]
+    lost = [
+        name
+        for name in _ROPE[kind]
+        if type(given.get(name)) not in (int, float)
+    ]
     reasons[f"its {kind} rope has no number for {', '.join(lost)}"] = lost
     if lost:
         return {}
@@ -433,8 +487,15 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
     )
     if not isinstance(factor, int | float) or factor <= 1:
         return 1.0
-    if isinstance(up, int | float) and isinstance(down, int | float) and up and down:
-        return (0.1 * up * math.log(factor) + 1) / (0.1 * down * math.log(factor) + 1)
+    if (
+        isinstance(up, int | float)
+        and isinstance(down, int | float)
+        and up
+        and down
+    ):
+        return (0.1 * up * math.log(factor) + 1) / (
+            0.1 * down * math.log(factor) + 1
+        )
     return 0.1 * math.log(factor) + 1
 
 
@@ -449,27 +510,43 @@ def family_of(shape: Shape, wanted: str = "") -> str:
         reasons, key=lambda name: (len(reasons[name]), name != shape.name)
     )
     if reasons[near]:
-        what = f"no {near}:" if wanted else f"none of {', '.join(FAMILIES)}; for {near}"
-        raise LayoutError(f"shape {shape.name!r} is {what} {'; '.join(reasons[near])}.")
+        what = (
+            f"no {near}:"
+            if wanted
+            else f"none of {', '.join(FAMILIES)}; for {near}"
+        )
+        raise LayoutError(
+            f"shape {shape.name!r} is {what} {'; '.join(reasons[near])}."
+        )
     return near
 
 
 def _differences(shape: Shape, name: str) -> Iterator[str]:
     family, plain = FAMILIES[name], {f.name: f.default for f in fields(Shape)}
     for trait in _TRAITS.split():
-        has, wants = getattr(shape, trait), family.shape.get(trait, plain[trait])
+        has, wants = (
+            getattr(shape, trait),
+            family.shape.get(trait, plain[trait]),
+        )
         if trait == "activation":
             has = has or ("silu" if shape.gated else "gelu")
-            wants = wants or ("silu" if family.shape.get("gated", True) else "gelu")
+            wants = wants or (
+                "silu" if family.shape.get("gated", True) else "gelu"
+            )
         if trait not in family.open and has != wants:
             yield f"{trait} would be {json.dumps(wants)}, not {json.dumps(has)}"
     if bool(shape.experts) != bool(family.experts):
         yield f"experts would be {'none' if shape.experts else 'there'}"
-    if name == "deepseek_v3" and not (shape.kv_latent and shape.shared_experts):
+    if name == "deepseek_v3" and not (
+        shape.kv_latent and shape.shared_experts
+    ):
         yield "kv_latent and shared_experts would be there"
     if name == "deepseek_v3" and shape.query_scalar and shape.rope_factor == 1:
         yield f"query_scalar would be head_dim, {shape.head_dim}, not {shape.query_scalar:g}"
-    if name in ("mixtral", "gpt_oss") and shape.expert_ffn not in (0, shape.ffn):
+    if name in ("mixtral", "gpt_oss") and shape.expert_ffn not in (
+        0,
+        shape.ffn,
+    ):
         yield f"expert_ffn would be ffn, {shape.ffn}, not {shape.expert_ffn}"
     scale = math.sqrt(shape.hidden) if name in _SCALED else 1.0
     if not math.isclose(shape.embed_scale, scale):
@@ -480,7 +557,8 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
     if len({*shape.windows} - {0}) > 1:
         yield "windows would have one size"
     usual = (
-        shape.kv_heads == shape.heads and shape.head_dim * shape.heads == shape.hidden
+        shape.kv_heads == shape.heads
+        and shape.head_dim * shape.heads == shape.hidden
     )
     if name == "gpt2" and not usual:
         yield "heads would share no keys and be hidden / heads wide"
@@ -495,26 +573,42 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     }
     config |= {name: getattr(shape, ours) for name, ours in _SIZES.items()}
     config["torch_dtype"] = dtype
-    config |= {theirs: getattr(shape, ours) for theirs, ours in data.experts.items()}
+    config |= {
+        theirs: getattr(shape, ours) for theirs, ours in data.experts.items()
+    }
     if shape.dense_layers and "dense_layers" not in data.experts.values():
         config["mlp_only_layers"] = [*range(shape.dense_layers)]
     if family == "gpt2":
         back = {ours: theirs for theirs, ours in data.keys.items()}
         dropped = ("num_key_value_heads", "head_dim", "rope_theta")
-        config = {back.get(k, k): x for k, x in config.items() if k not in dropped}
+        config = {
+            back.get(k, k): x for k, x in config.items() if k not in dropped
+        }
         return config | {"activation_function": "gelu_new"}
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": shape.rope_theta,
+    }
     if shape.rope_factor != 1:
         rope["rope_type"] = shape.rope_scaling
         rope |= {
-            k: getattr(shape, ours) for k, ours in _ROPE[shape.rope_scaling].items()
+            k: getattr(shape, ours)
+            for k, ours in _ROPE[shape.rope_scaling].items()
         }
         if shape.rope_scaling == "yarn":
             rope["truncate"] = shape.rope_truncated
-        config["rope_scaling"] = {k: x for k, x in rope.items() if k != "rope_theta"}
+        config["rope_scaling"] = {
+            k: x for k, x in rope.items() if k != "rope_theta"
+        }
     if shape.kv_latent:
-        config |= {"q_lora_rank": shape.q_latent or None, "head_dim": shape.turned}
-        config |= {"v_head_dim": shape.valued, "qk_rope_head_dim": shape.turned}
+        config |= {
+            "q_lora_rank": shape.q_latent or None,
+            "head_dim": shape.turned,
+        }
+        config |= {
+            "v_head_dim": shape.valued,
+            "qk_rope_head_dim": shape.turned,
+        }
         config |= {
             "num_nextn_predict_layers": 0,
             "qk_nope_head_dim": shape.head_dim - shape.turned,
@@ -550,7 +644,9 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
         config |= {
             "hidden_activation": config["hidden_act"],
             # Their field is declared as an integer.
-            "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+            "query_pre_attn_scalar": int(scalar)
+            if scalar == int(scalar)
+            else scalar,
             "attn_logit_softcapping": shape.softcap or None,
             "final_logit_softcapping": shape.logit_softcap or None,
         }
@@ -559,6 +655,9 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
             "rope_type": "default",
             "rope_theta": shape.rope_local_theta or shape.rope_theta,
         }
-        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+        config["rope_parameters"] = {
+            "full_attention": rope,
+            "sliding_attention": local,
+        }
         config["rope_local_base_freq"] = local["rope_theta"]
     return config

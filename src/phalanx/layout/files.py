@@ -62,7 +62,9 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
         # forever.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     except ValueError:  # NUL, or half of a surrogate pair
-        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
+        raise OSError(
+            errno.EINVAL, "no file can have this name", str(path)
+        ) from None
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise
@@ -72,11 +74,15 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
     if not stat.S_ISREG(kind):
         os.close(descriptor)
         what = _KINDS.get(stat.S_IFMT(kind), "no file")
-        raise OSError(errno.EINVAL, f"it is {what}, not a regular file", str(path))
+        raise OSError(
+            errno.EINVAL, f"it is {what}, not a regular file", str(path)
+        )
     return os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb")
 
 
-def read_text(path: str | Path, what: str, error: Refusal, limit: int = SMALL) -> str:
+def read_text(
+    path: str | Path, what: str, error: Refusal, limit: int = SMALL
+) -> str:
     """The text of a file of at most `limit` bytes. `what` names the file in an error."""
 
     def refuse(why: str) -> NoReturn:
@@ -89,7 +95,9 @@ def read_text(path: str | Path, what: str, error: Refusal, limit: int = SMALL) -
     except OSError as wrong:
         refuse(reason(wrong))
     if max(size, len(read)) > limit:
-        refuse(f"it has {max(size, len(read)):,} bytes, and at most {limit:,} are read")
+        refuse(
+            f"it has {max(size, len(read)):,} bytes, and at most {limit:,} are read"
+        )
     try:
         return read.decode()
     except UnicodeDecodeError as wrong:
@@ -104,7 +112,9 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     followed.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    beside.unlink(missing_ok=True)  # left by a killed process with the same number
+    beside.unlink(
+        missing_ok=True
+    )  # left by a killed process with the same number
     try:
         descriptor = os.open(
             beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
@@ -130,11 +140,15 @@ def unmakable(folder: str | Path) -> str:
     if unwritable(str(folder)):
         return "is a name that no folder can have"
     whole = Path(folder)
-    path = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
+    path = next(
+        each for each in (whole, *whole.parents) if os.path.lexists(each)
+    )
     below = "" if path == whole else f"lies below {str(path)!r}, which "
     if path.is_dir():
         return (
-            "" if os.access(path, os.W_OK | os.X_OK) else f"{below}cannot be written to"
+            ""
+            if os.access(path, os.W_OK | os.X_OK)
+            else f"{below}cannot be written to"
         )
     return f"{below}is {'no folder' if path.exists() else 'a link to nothing'}"
 
@@ -174,13 +188,17 @@ def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
         return table
 
     try:
-        table = json.loads(text, parse_constant=constant, object_pairs_hook=once)
+        table = json.loads(
+            text, parse_constant=constant, object_pairs_hook=once
+        )
     except RecursionError:
         raise error(f"{where}: {_TOO_DEEP}") from None
     except ValueError as wrong:
         raise error(f"{where} is not JSON: {_reworded(wrong)}.") from None
     if not isinstance(table, dict):
-        raise error(f"{where} is not a JSON object. Name a file that phalanx wrote.")
+        raise error(
+            f"{where} is not a JSON object. Name a file that phalanx wrote."
+        )
     return _limited(table, where, error)
 
 
@@ -191,21 +209,29 @@ def _reworded(wrong: ValueError) -> str:
     """Python's own message, unless it mentions Python's settings."""
     text = str(wrong).rstrip(".")
     return (
-        "a number has more than 4,300 digits" if "int_max_str_digits" in text else text
+        "a number has more than 4,300 digits"
+        if "int_max_str_digits" in text
+        else text
     )
 
 
-def _limited(table: dict[str, Any], where: str, error: Refusal) -> dict[str, Any]:
+def _limited(
+    table: dict[str, Any], where: str, error: Refusal
+) -> dict[str, Any]:
     """Return the table if nothing in it is too deep or too large."""
     level: list[Any] = [table]
     for _ in range(DEPTH):
         inner: list[Any] = []
         for each in level:
-            for name, x in each.items() if isinstance(each, dict) else enumerate(each):
+            for name, x in (
+                each.items() if isinstance(each, dict) else enumerate(each)
+            ):
                 if isinstance(x, dict | list):
                     inner.append(x)
                 elif isinstance(x, int) and not -INTEGER <= x < INTEGER:
-                    what = f"{str(name)[:60]!r} is a whole number beyond 64 bits"
+                    what = (
+                        f"{str(name)[:60]!r} is a whole number beyond 64 bits"
+                    )
                     raise error(f"{where}: {what}. Write less.")
         level = inner
         if not level:

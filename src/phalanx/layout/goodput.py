@@ -113,7 +113,11 @@ class Goodput:
 
     def __str__(self) -> str:
         total = max(1e-9, self.total)
-        shown = {part: s / total for part, s in self.spent.items() if s >= 5e-4 * total}
+        shown = {
+            part: s / total
+            for part, s in self.spent.items()
+            if s >= 5e-4 * total
+        }
         shares = ", ".join(
             f"{part} {100 * share:.3g} %" for part, share in shown.items()
         )
@@ -135,7 +139,9 @@ def _spent(record: Record, steps: int) -> dict[str, float]:
 
 def _begins(last: Record, record: Record) -> bool:
     """True if a record is the first of its process."""
-    if not last or "began" not in record:  # from a watcher, or an earlier version
+    if (
+        not last or "began" not in record
+    ):  # from a watcher, or an earlier version
         return not last or (record["event"] == "start" and not last["began"])
     return (record.get("boot"), record["began"]) != (
         last.get("boot"),

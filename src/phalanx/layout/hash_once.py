@@ -12,7 +12,9 @@ def hash_once(value: Any) -> int:
     """The hash of all fields of a dataclass, for use as `__hash__`."""
     known: int | None = value.__dict__.get(_NAME)
     if known is None:
-        known = hash(tuple(getattr(value, each.name) for each in fields(value)))
+        known = hash(
+            tuple(getattr(value, each.name) for each in fields(value))
+        )
         value.__dict__[_NAME] = known
     return known
 
@@ -22,4 +24,6 @@ def state_without_hash(value: Any) -> dict[str, Any]:
 
     The hash is left out, because text hashes differently in another process.
     """
-    return {name: each for name, each in value.__dict__.items() if name != _NAME}
+    return {
+        name: each for name, each in value.__dict__.items() if name != _NAME
+    }

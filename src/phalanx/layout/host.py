@@ -15,7 +15,9 @@ def available_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> float:
     """The bytes that this process may still allocate within all limits."""
-    free = re.search(r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.M)
+    free = re.search(
+        r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.M
+    )
     of_machine = 1024.0 * int(free[1]) if free else machine_memory()
     return max(0.0, min([of_machine, *_of_groups(proc, cgroups)]))
 
@@ -41,11 +43,16 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
             continue
         group = root / path.strip("/")
         for folder in (group, *group.parents):
-            most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+            most, used = (
+                _text(folder / limit).strip(),
+                _text(folder / usage).strip(),
+            )
             # Otherwise there is no limit here, or it is "max".
             if most.isdigit() and used.isdigit():
                 stat = dict(
-                    re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M)
+                    re.findall(
+                        r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M
+                    )
                 )
                 yield float(most) - float(used) + float(stat.get(cache, 0))
             if folder == root:

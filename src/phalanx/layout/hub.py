@@ -26,14 +26,26 @@ WEIGHTS = "model.safetensors"  # the name of that folder
 LINKED = "phalanx"  # the folder next to the snapshots
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MODEL = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-_DATA = ("*.parquet", "*.json", "*.jsonl", "*.jsonl.*", "*.json.*", "*.txt", "*.arrow")
+_DATA = (
+    "*.parquet",
+    "*.json",
+    "*.jsonl",
+    "*.jsonl.*",
+    "*.json.*",
+    "*.txt",
+    "*.arrow",
+)
 
 _TRAIN, _HELD = "train", "validation"
-_SPLITS = "dataset_dict.json"  # in a folder that `datasets` saved with its splits
+_SPLITS = (
+    "dataset_dict.json"  # in a folder that `datasets` saved with its splits
+)
 # Files are named after their split, such as train-00000-of-00002.parquet or
 # data/val.jsonl.
 _SPLIT = re.compile(r"(?:^|/)(train|validation|valid|val|dev|test)(?![a-z])")
-_SPLIT_NAMES = {_TRAIN: _TRAIN} | dict.fromkeys((_HELD, "valid", "val", "dev"), _HELD)
+_SPLIT_NAMES = {_TRAIN: _TRAIN} | dict.fromkeys(
+    (_HELD, "valid", "val", "dev"), _HELD
+)
 
 
 class HubError(LayoutError):
@@ -67,7 +79,9 @@ def model_folder(name: str) -> str:
             return str(_linked(folder))
     folder = _snapshot(name, "model", _MODEL)
     if not _has_weights(folder):
-        raise HubError(f"hf:{name} has no {WEIGHTS} on the hub, or not all its parts.")
+        raise HubError(
+            f"hf:{name} has no {WEIGHTS} on the hub, or not all its parts."
+        )
     return str(_linked(folder))
 
 
@@ -81,7 +95,9 @@ def data_folder(name: str) -> str:
     repository, _, below = rest.partition("/")
     named = f"{owner}/{repository}" if repository else owner
     if not _NAME.fullmatch(named):
-        raise HubError(f"hf:{name} is no name of a data set. Write hf:OWNER/NAME.")
+        raise HubError(
+            f"hf:{name} is no name of a data set. Write hf:OWNER/NAME."
+        )
     patterns = tuple(f"{below}/{each}" for each in _DATA) if below else _DATA
     folder: Path | None = None
     with suppress(HubError):
@@ -141,7 +157,10 @@ def _snapshot(
     """The folder of a snapshot; with `local`, from the cache only."""
     try:
         folder: str = _hub().snapshot_download(
-            name, repo_type=kind, allow_patterns=list(patterns), local_files_only=local
+            name,
+            repo_type=kind,
+            allow_patterns=list(patterns),
+            local_files_only=local,
         )
     except HubError:
         raise
@@ -176,7 +195,9 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _has_files(folder: Path) -> bool:
-    return folder.is_dir() and any(path.is_file() for path in folder.rglob("*.*"))
+    return folder.is_dir() and any(
+        path.is_file() for path in folder.rglob("*.*")
+    )
 
 
 def _linked(snapshot: Path, below: str = "", *, splits: bool = False) -> Path:

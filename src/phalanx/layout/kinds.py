@@ -31,7 +31,9 @@ class ByKind(Generic[Value]):
     kinds: tuple[int, ...]  # of each piece
 
     @classmethod
-    def equal_blocks(cls, embed: Value, block: Value, head: Value, layers: int) -> Self:
+    def equal_blocks(
+        cls, embed: Value, block: Value, head: Value, layers: int
+    ) -> Self:
         """The values of a model whose blocks are all of one kind."""
         return cls((embed, block, head), (0, *[1] * layers, 2))
 
@@ -71,7 +73,9 @@ class BlockKind(NamedTuple):
 
 
 def block_kind(shape: Shape, piece: int) -> BlockKind:
-    return BlockKind(piece in shape.frozen, shape.sparse(piece), shape.window(piece))
+    return BlockKind(
+        piece in shape.frozen, shape.sparse(piece), shape.window(piece)
+    )
 
 
 class BlockPart(StrEnum):
@@ -79,7 +83,9 @@ class BlockPart(StrEnum):
 
     WHOLE = "whole"
     ROUTING = "routing"  # of a block with experts: attention and routing
-    EXPERTS = "experts"  # the experts, applied to tokens received from other ranks
+    EXPERTS = (
+        "experts"  # the experts, applied to tokens received from other ranks
+    )
     MERGING = "merging"  # the results, added to the residual stream
 
 
@@ -87,7 +93,9 @@ class BlockPart(StrEnum):
 PARTS_APART = (BlockPart.ROUTING, BlockPart.EXPERTS, BlockPart.MERGING)
 
 
-def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, BlockPart], ...]:
+def parts_of_pieces(
+    shape: Shape, apart: bool
+) -> tuple[tuple[int, BlockPart], ...]:
     """For each piece of a program, the shape's piece and the part of it.
 
     If experts are `apart`, a block with experts is three pieces, between which tokens
@@ -111,7 +119,9 @@ def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
         shape,
         layers=len(kinds),
         windows=tuple(kind.window for kind in kinds) if shape.windows else (),
-        dense_layers=sum(not kind.sparse for kind in kinds) if shape.experts else 0,
+        dense_layers=sum(not kind.sparse for kind in kinds)
+        if shape.experts
+        else 0,
         freeze=_frozen(shape, kinds),
     )
     numbers = {kind: number for number, kind in enumerate(kinds, 1)}
@@ -123,5 +133,9 @@ def _frozen(shape: Shape, kinds: Sequence[BlockKind]) -> tuple[str, ...]:
     ends = tuple(name for name in ("embed", "head") if name in shape.freeze)
     return (
         *ends,
-        *(f"layers.{number}" for number, kind in enumerate(kinds) if kind.frozen),
+        *(
+            f"layers.{number}"
+            for number, kind in enumerate(kinds)
+            if kind.frozen
+        ),
     )

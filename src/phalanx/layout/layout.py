@@ -46,11 +46,18 @@ _FIXED: dict[str, dict[str, object]] = {
 }
 _FIXED |= {f"zero{n}": {"zero": n} for n in range(4)}
 _FIXED |= {
-    f"{x}:{each}": {x: each} for x in ("gather", "reduce") for each in ("step", "micro")
+    f"{x}:{each}": {x: each}
+    for x in ("gather", "reduce")
+    for each in ("step", "micro")
 }
-_FIXED |= {"compile": {"compile": COMPILE}, "compile:max": {"compile": COMPILE_MAX}}
+_FIXED |= {
+    "compile": {"compile": COMPILE},
+    "compile:max": {"compile": COMPILE_MAX},
+}
 _FIXED |= {name: {"precision": name} for name in PRECISIONS}
-_FIXED |= {word: {"matmul": name} for word, name in choices.MATMUL_WORDS.items()}
+_FIXED |= {
+    word: {"matmul": name} for word, name in choices.MATMUL_WORDS.items()
+}
 _OPTIONS = """prefetch:1 recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective
     recompute:fit offload:weights offload:optimizer offload:activations stages:2-2 experts:tp experts:cp"""
 _WORDS = [*SCHEDULES, *_OPTIONS.split(), *_FIXED]
@@ -76,7 +83,9 @@ class Layout:
     matmul: str = ""  # fp8 format of blocks' matmuls; "": the precision
     compile: str = ""
     experts: tuple[str, ...] = ()  # axes that share experts, together with ep
-    overlap: bool = False  # compute one microbatch's forward beside another's backward
+    overlap: bool = (
+        False  # compute one microbatch's forward beside another's backward
+    )
 
     __hash__ = hash_once
     __getstate__ = state_without_hash
@@ -210,7 +219,9 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Parse a layout. An unknown word is refused with the nearest known one."""
-        axes = [Axis.parse(word) for word in text.split() if _AXIS.fullmatch(word)]
+        axes = [
+            Axis.parse(word) for word in text.split() if _AXIS.fullmatch(word)
+        ]
         return cls(mesh=Mesh(tuple(axes)), **cls.written(text))  # type: ignore[arg-type]
 
     @staticmethod
@@ -218,7 +229,9 @@ class Layout:
         """The fields that a text sets, except the mesh."""
         fields: dict[str, object] = {}
         for word in text.split():
-            for key, value in () if _AXIS.fullmatch(word) else _meaning(word).items():
+            for key, value in (
+                () if _AXIS.fullmatch(word) else _meaning(word).items()
+            ):
                 if key in fields:
                     raise LayoutError(
                         f"{word!r} in {text!r}: {key} appears twice; write it once."
@@ -229,7 +242,9 @@ class Layout:
     @classmethod
     def parse_many(cls, text: str) -> "tuple[Layout, ...]":
         """Parse layouts separated by `;`."""
-        return tuple(cls.parse(part) for part in text.split(";") if part.strip())
+        return tuple(
+            cls.parse(part) for part in text.split(";") if part.strip()
+        )
 
     def __str__(self) -> str:
         words = [str(a) for a in self.mesh.axes]
@@ -239,14 +254,20 @@ class Layout:
         words += [f"zero{self.zero}"] * (self.zero > 0)
         words += _schedule_words(self)
         words += [f"gather:{self.gather}"] * (self.gather != _gather(self))
-        words += [f"reduce:{self.reduce}"] * (self.reduce != _reduce(self.zero))
+        words += [f"reduce:{self.reduce}"] * (
+            self.reduce != _reduce(self.zero)
+        )
         words += [f"prefetch:{self.prefetch}"] * (self.prefetch != 1)
         words += [f"recompute:{self.recompute}"] * (self.recompute != "none")
         words += ["offload:" + ",".join(self.offload)] * bool(self.offload)
-        words += ["stages:" + "-".join(map(str, self.stages))] * bool(self.stages)
+        words += ["stages:" + "-".join(map(str, self.stages))] * bool(
+            self.stages
+        )
         words += [self.precision] * (self.precision != FP32)
         words += [self.matmul] * bool(self.matmul)
-        compiled = "compile" if self.compile == COMPILE else f"compile:{self.compile}"
+        compiled = (
+            "compile" if self.compile == COMPILE else f"compile:{self.compile}"
+        )
         words += [compiled] * bool(self.compile)
         return " ".join(words)
 
@@ -263,7 +284,11 @@ def _microbatches(schedule: str, pp: int) -> int:
 def _gather(x: Layout) -> str:
     # With a pipeline, a gather for every microbatch would repeat the whole traffic m
     # times.
-    return "micro" if (x.zero == 3 and x.pp == 1) or "weights" in x.offload else "step"
+    return (
+        "micro"
+        if (x.zero == 3 and x.pp == 1) or "weights" in x.offload
+        else "step"
+    )
 
 
 def _reduce(zero: int) -> str:
@@ -277,7 +302,11 @@ def _schedule_words(x: Layout) -> list[str]:
     plain = x.microbatches == _microbatches(x.schedule, x.pp)
     if plain and not chunks and x.schedule == _schedule(x.pp):
         return []
-    count = "" if traits(x.schedule).whole_batch and plain else f":{x.microbatches}"
+    count = (
+        ""
+        if traits(x.schedule).whole_batch and plain
+        else f":{x.microbatches}"
+    )
     return [f"{x.schedule}{chunks}{count}"]
 
 
@@ -327,7 +356,10 @@ def _hint(word: str) -> str:
 
 def _check_values(x: Layout) -> None:
     """Refuse values that no model could use; `legal` checks what depends on a model."""
-    known: dict[str, Sequence[object]] = {"zero": range(4), "precision": PRECISIONS}
+    known: dict[str, Sequence[object]] = {
+        "zero": range(4),
+        "precision": PRECISIONS,
+    }
     known |= {"gather": ("step", "micro"), "reduce": ("step", "micro")}
     known |= {"matmul": ("", *MATMULS), "compile": COMPILED}
     wrong = [
@@ -336,7 +368,9 @@ def _check_values(x: Layout) -> None:
         if getattr(x, name) not in allowed
     ]
     if not 1 <= x.microbatches <= MICROBATCHES:
-        wrong.append(f"microbatches={x.microbatches}: write 1 to {MICROBATCHES:,}")
+        wrong.append(
+            f"microbatches={x.microbatches}: write 1 to {MICROBATCHES:,}"
+        )
     wrong += [f"prefetch={x.prefetch}: write 0 or more"] * (x.prefetch < 0)
     if not _RECOMPUTE.fullmatch(x.recompute):
         wrong.append(
@@ -354,6 +388,8 @@ def _check_values(x: Layout) -> None:
     least, most = traits(x.schedule)[:2]
     if not least <= x.chunks <= most:
         span = f"{least}" if least == most else f"{least} to {most}"
-        wrong.append(f"{x.schedule} takes {span} chunks a stage, not {x.chunks}")
+        wrong.append(
+            f"{x.schedule} takes {span} chunks a stage, not {x.chunks}"
+        )
     if wrong:
         raise LayoutError("; ".join(wrong) + ".")

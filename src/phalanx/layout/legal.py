@@ -35,7 +35,9 @@ def legal(
     rules = (_tensor, _pipeline, _context, _batch, _sharding)
     sizes = batch or shape.batch, sequence or shape.sequence
     return tuple(
-        violation for rule in rules for violation in rule(layout, shape, *sizes)
+        violation
+        for rule in rules
+        for violation in rule(layout, shape, *sizes)
     )
 
 
@@ -51,34 +53,52 @@ def _divisors(n: int) -> str:
     return ", ".join(map(str, shown))
 
 
-def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+def _tensor(
+    x: Layout, s: Shape, batch: int, sequence: int
+) -> Iterator[Violation]:
     over = "".join(f" x {axis}={x.mesh.of(axis)}" for axis in x.experts)
     if x.expert_ranks > max(1, s.experts):
         what = f"ep={x.ep}{over} for a model with {s.experts or 'no'} experts."
         way_out = (
-            f"Use ep {s.experts} or less, and dp for the rest." if s.experts else ""
+            f"Use ep {s.experts} or less, and dp for the rest."
+            if s.experts
+            else ""
         )
-        way_out = "Leave experts: out, or use fewer ranks there." if over else way_out
+        way_out = (
+            "Leave experts: out, or use fewer ranks there."
+            if over
+            else way_out
+        )
         yield Violation("ep", what, way_out or "Use dp in place of ep.")
     for axis in x.experts:
         if x.mesh.of(axis) == 1:
-            what = f"experts:{axis} has no ranks to share experts with: {axis}=1."
-            yield Violation("experts", what, f"Leave {axis} out of it, or use {axis}2.")
+            what = (
+                f"experts:{axis} has no ranks to share experts with: {axis}=1."
+            )
+            yield Violation(
+                "experts", what, f"Leave {axis} out of it, or use {axis}2."
+            )
         elif axis == "tp" and not x.seq:
             what = "experts:tp without seq: all ranks of tp have the same tokens, and would send"
             what += f" each token {x.tp} times to its experts."
             yield Violation(
-                "experts", what, "Add seq, or leave tp out: tp then shards each expert."
+                "experts",
+                what,
+                "Add seq, or leave tp out: tp then shards each expert.",
             )
     if x.seq and (x.tp == 1 or s.kind == "mlp"):
         why = "tp=1" if x.tp == 1 else "a model without norms"
         yield Violation(
-            "seq", f"seq has nothing to shard with {why}.", "Leave seq out, or use tp2."
+            "seq",
+            f"seq has nothing to shard with {why}.",
+            "Leave seq out, or use tp2.",
         )
     if x.overlap and (x.expert_ranks == 1 or x.microbatches == 1):
         why = "ep=1" if x.expert_ranks == 1 else "one microbatch"
         way_out = "Leave overlap out, or use ep2 and two microbatches or more."
-        yield Violation("overlap", f"overlap has nothing to hide with {why}.", way_out)
+        yield Violation(
+            "overlap", f"overlap has nothing to hide with {why}.", way_out
+        )
     if s.kind == "mlp":
         if s.hidden % x.tp:
             what = f"tp={x.tp} does not divide hidden={s.hidden}."
@@ -86,9 +106,7 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
         return
     if s.heads % x.tp:
         name = "w*_b" if s.kv_latent else "wq"
-        what = (
-            f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.{name}.weight."
-        )
+        what = f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.{name}.weight."
         yield Violation("heads", what, f"Use tp {_divisors(s.heads)}.")
     elif s.kv_heads % x.tp and x.tp % s.kv_heads:
         what = f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight, nor kv tp."
@@ -97,43 +115,51 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
         yield Violation("kv", what, f"Use {fits}; or {whole}")
     if s.experts and "tp" not in x.experts and s.expert_ffn % x.tp:
         what = f"tp={x.tp} does not divide expert_ffn={s.expert_ffn} in layers.*.mlp.routed.up."
-        whole = ", or experts:tp, which leaves experts whole." if x.seq else "."
+        whole = (
+            ", or experts:tp, which leaves experts whole." if x.seq else "."
+        )
         fits = _divisors(math.gcd(s.expert_ffn, s.heads))
         yield Violation("experts", what, f"Use tp {fits}{whole}")
     if s.ffn % x.tp:
-        what = f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight."
-        yield Violation("ffn", what, f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}.")
+        what = (
+            f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight."
+        )
+        yield Violation(
+            "ffn", what, f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}."
+        )
 
 
-def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+def _pipeline(
+    x: Layout, s: Shape, batch: int, sequence: int
+) -> Iterator[Violation]:
     stages, given = x.virtual_stages, f"stages:{'-'.join(map(str, x.stages))}"
     if x.stages and (len(x.stages) != stages or sum(x.stages) != s.layers):
-        what = (
-            f"{given} is {len(x.stages)} stages of {sum(x.stages)} blocks; pp={x.pp} x"
-        )
+        what = f"{given} is {len(x.stages)} stages of {sum(x.stages)} blocks; pp={x.pp} x"
         what += f" {x.chunks} chunks needs {stages} stages, the model has {s.layers} blocks."
-        way_out = (
-            "Name one count for every stage, together as many as the model has blocks."
-        )
+        way_out = "Name one count for every stage, together as many as the model has blocks."
         yield Violation("stages", what, way_out)
     elif 0 in x.stages[1:-1]:
         way_out = "Only the first and the last stage, with the embedding and the head, may have 0."
-        yield Violation("stages", f"{given} leaves a middle stage empty.", way_out)
-    elif not x.stages and stages > s.layers:
-        what = (
-            f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks."
+        yield Violation(
+            "stages", f"{given} leaves a middle stage empty.", way_out
         )
-        yield Violation("stages", what, f"Use at most {s.layers} stages together.")
+    elif not x.stages and stages > s.layers:
+        what = f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks."
+        yield Violation(
+            "stages", what, f"Use at most {s.layers} stages together."
+        )
     kind = traits(x.schedule)
     if x.pp > 1 and not kind.pipelined:
         what = f"{x.schedule}:{x.microbatches} is for one stage; pp={x.pp} needs a schedule."
-        others = ", ".join(name for name, each in SCHEDULES.items() if each.pipelined)
-        way_out = f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {others}."
+        others = ", ".join(
+            name for name, each in SCHEDULES.items() if each.pipelined
+        )
+        way_out = (
+            f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {others}."
+        )
         yield Violation("schedule", what, way_out)
     if x.pp == 1 and kind.pipelined:
-        what = (
-            f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp."
-        )
+        what = f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp."
         yield Violation(
             "schedule", what, f"Write {ACCUM}:{x.microbatches}, or add pp2."
         )
@@ -144,7 +170,9 @@ def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violat
         )
 
 
-def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+def _context(
+    x: Layout, s: Shape, batch: int, sequence: int
+) -> Iterator[Violation]:
     if x.cp == 1:
         return
     if s.kind == "mlp":
@@ -157,17 +185,21 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
     ulysses, heads = x.mesh.of("cp.ulysses"), s.heads // x.tp
     if s.heads % x.tp == 0 and heads % ulysses:
         what = f"ulysses={ulysses} does not divide the {heads} heads of a rank"
-        way_out = (
-            f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring."
+        way_out = f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring."
+        yield Violation(
+            "ulysses", f"{what} (heads={s.heads}, tp={x.tp}).", way_out
         )
-        yield Violation("ulysses", f"{what} (heads={s.heads}, tp={x.tp}).", way_out)
     if sequence < 2 * x.cp:
         what = f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
         what += " each rank holds a part from its start and one from its end."
-        yield Violation("sequence", what, f"Use cp {max(1, sequence // 2)} or less.")
+        yield Violation(
+            "sequence", what, f"Use cp {max(1, sequence // 2)} or less."
+        )
 
 
-def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+def _batch(
+    x: Layout, s: Shape, batch: int, sequence: int
+) -> Iterator[Violation]:
     if batch < (least := x.data * x.microbatches):
         over = (
             f"dp={x.dp}"
@@ -184,43 +216,73 @@ def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation
         yield Violation("batch", what, "Use one microbatch, or sequence_loss.")
 
 
-def _sharding(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+def _sharding(
+    x: Layout, s: Shape, batch: int, sequence: int
+) -> Iterator[Violation]:
     if x.mesh.of("dp.replicate") > 1 and not x.zero:
         axis = next(a for a in x.mesh.axes if a.name == "dp")
         what = f"{axis} splits replicas from shards, but zero0 shards nothing."
-        yield Violation("hsdp", what, f"Write dp{x.dp}, or add zero1, zero2 or zero3.")
+        yield Violation(
+            "hsdp", what, f"Write dp{x.dp}, or add zero1, zero2 or zero3."
+        )
     if x.gather == "micro" and x.zero != 3 and "weights" not in x.offload:
         what = f"gather:micro needs weights that are dropped after use; zero{x.zero} keeps them."
         yield Violation("gather", what, "Use zero3, or gather:step.")
 
 
 def nearest(
-    layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0, most: int = 3
+    layout: Layout,
+    shape: Shape,
+    *,
+    batch: int = 0,
+    sequence: int = 0,
+    most: int = 3,
 ) -> tuple[Layout, ...]:
     """Legal layouts with equally many ranks, those with the fewest changes first."""
     others = dict.fromkeys(_neighbours(layout, shape, batch or shape.batch))
-    fits = [x for x in others if not legal(x, shape, batch=batch, sequence=sequence)]
-    return tuple(sorted(fits, key=lambda x: (_distance(x, layout), str(x)))[:most])
+    fits = [
+        x
+        for x in others
+        if not legal(x, shape, batch=batch, sequence=sequence)
+    ]
+    return tuple(
+        sorted(fits, key=lambda x: (_distance(x, layout), str(x)))[:most]
+    )
 
 
 def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
     """Other meshes of the same size, each with the same choices if they still apply."""
     order = [a.name for a in x.mesh.axes if a.name != "ep"]  # dp is as close
     order += [name for name in ("dp", "pp", "cp", "tp") if name not in order]
-    inner = x.mesh.of("dp.shard") if x.mesh.of("dp.replicate") > 1 and x.zero else 0
+    inner = (
+        x.mesh.of("dp.shard")
+        if x.mesh.of("dp.replicate") > 1 and x.zero
+        else 0
+    )
     ulysses = {1, x.mesh.of("cp.ulysses")}
     for dp, pp, cp, tp in _factors(x.ranks, 4):
         size = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
-        if pp > s.layers + 1 or tp > s.heads * s.hidden or (cp > 1 and s.kind == "mlp"):
+        if (
+            pp > s.layers + 1
+            or tp > s.heads * s.hidden
+            or (cp > 1 and s.kind == "mlp")
+        ):
             continue
         for u, seq, chunks in product(ulysses, {x.seq, False}, {x.chunks, 1}):
             if cp % u:
                 continue
-            parts = {"dp": (1, dp), "pp": (pp,), "cp": (cp // u, u), "tp": (tp,)}
+            parts = {
+                "dp": (1, dp),
+                "pp": (pp,),
+                "cp": (cp // u, u),
+                "tp": (tp,),
+            }
             if inner and dp % inner == 0:
                 parts["dp"] = (dp // inner, inner)
             mesh = Mesh(tuple(Axis(n, parts[n]) for n in order if size[n] > 1))
-            shared = tuple(a for a in x.experts if size[a] > 1 and (seq or a != "tp"))
+            shared = tuple(
+                a for a in x.experts if size[a] > 1 and (seq or a != "tp")
+            )
             cut = replace(x, mesh=mesh, seq=seq and tp > 1, experts=shared)
             yield from _refit(replace(cut, stages=()), chunks, batch)
             if x.stages and pp == x.pp:
@@ -233,11 +295,19 @@ def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
     gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
     for schedule in {own, ONE_F_ONE_B} if x.pp > 1 else {ACCUM}:
         kind = traits(schedule)
-        m = 1 if kind.whole_batch else min(x.microbatches, max(1, batch // x.dp))
+        m = (
+            1
+            if kind.whole_batch
+            else min(x.microbatches, max(1, batch // x.dp))
+        )
         of_stage = min(max(chunks, kind.least), kind.most)
         with suppress(LayoutError):
             yield replace(
-                x, schedule=schedule, chunks=of_stage, microbatches=m, gather=gather
+                x,
+                schedule=schedule,
+                chunks=of_stage,
+                microbatches=m,
+                gather=gather,
             )
 
 
@@ -254,9 +324,19 @@ def _distance(a: Layout, b: Layout) -> float:
     """The distance of two layouts: doublings of each axis, then every other choice."""
     axes: float = sum(
         abs(math.log2(a.mesh.of(n) / b.mesh.of(n)))
-        for n in ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "tp")
+        for n in (
+            "dp.replicate",
+            "dp.shard",
+            "pp",
+            "cp.ring",
+            "cp.ulysses",
+            "tp",
+        )
     )
-    chosen = {field.name for field in fields(Layout)} - {"mesh", "microbatches"}
+    chosen = {field.name for field in fields(Layout)} - {
+        "mesh",
+        "microbatches",
+    }
     others = sum(getattr(a, name) != getattr(b, name) for name in chosen)
     return float(axes + 0.5 * others) + 0.25 * abs(
         math.log2(a.microbatches / b.microbatches)

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 STEPS = 5  # as in Jordan et al. 2024
 
 
-def orthogonal_products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
+def orthogonal_products(
+    rows: int, columns: int
+) -> tuple[tuple[int, int, int], ...]:
     """The (m, k, n) of one step's matmuls: x x', its square, and that times x."""
     short, long = sorted((rows, columns))
     return (short, long, short), (short, short, short), (short, short, long)
@@ -18,11 +20,14 @@ def orthogonal_products(rows: int, columns: int) -> tuple[tuple[int, int, int], 
 def orthogonal_work(rows: int, columns: int) -> float:
     """The multiply-adds of all steps."""
     return float(
-        STEPS * sum(m * k * n for m, k, n in orthogonal_products(rows, columns))
+        STEPS
+        * sum(m * k * n for m, k, n in orthogonal_products(rows, columns))
     )
 
 
-def assign_owners(work: Sequence[float], ranks: int, first: int = 0) -> list[int]:
+def assign_owners(
+    work: Sequence[float], ranks: int, first: int = 0
+) -> list[int]:
     """Assign an owner to each matrix, the most expensive first.
 
     Each goes to the rank with the least work so far; among equals, to the next one from

@@ -67,7 +67,10 @@ class Axis:
             return cls("dp", (size, int(inner)) if inner else (1, size))
         if name == "cp":
             known = {"ring": (size, 1), "ulysses": (1, size), None: (size, 1)}
-            ring, ulysses = known.get(match[4]) or (int(match[5]), int(match[6]))
+            ring, ulysses = known.get(match[4]) or (
+                int(match[5]),
+                int(match[6]),
+            )
             if ring * ulysses != size:
                 raise LayoutError(
                     f"{word!r}: {ring} x {ulysses} is {ring * ulysses}, not {size}."
@@ -101,7 +104,9 @@ class Mesh:
                 raise LayoutError(
                     f"axis {name} occurs {names.count(name)} times; write it once."
                 )
-        object.__setattr__(self, "axes", tuple(a for a in self.axes if a.size > 1))
+        object.__setattr__(
+            self, "axes", tuple(a for a in self.axes if a.size > 1)
+        )
         if self.size > RANKS:
             what = f"the mesh {self} has {self.size:,} ranks"
             raise LayoutError(f"{what}. Write a mesh of at most {RANKS:,}.")
@@ -125,7 +130,9 @@ class Mesh:
             if name in axis.part_names:
                 return axis.parts[axis.part_names.index(name)]
         if name.split(".")[0] not in AXES:
-            raise LayoutError(f"unknown axis {name!r}. Axes are {', '.join(AXES)}.")
+            raise LayoutError(
+                f"unknown axis {name!r}. Axes are {', '.join(AXES)}."
+            )
         return 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -158,7 +165,9 @@ class Mesh:
             )
         return rank
 
-    def part(self, axes: Iterable[str], at: Mapping[str, int]) -> tuple[int, int]:
+    def part(
+        self, axes: Iterable[str], at: Mapping[str, int]
+    ) -> tuple[int, int]:
         """The number of parts made by these axes, and the index at a coordinate."""
         chosen, parts, index = set(axes), 1, 0
         for axis in self.axes:
@@ -172,12 +181,16 @@ class Mesh:
         """All groups of ranks that differ only along these axes."""
         inside, outside = self._strides(axes)
         steps = [sum(w) for w in _walks(inside)]
-        return tuple(tuple(sum(w) + step for step in steps) for w in _walks(outside))
+        return tuple(
+            tuple(sum(w) + step for step in steps) for w in _walks(outside)
+        )
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from this one only along these axes, including itself."""
         inside, _ = self._strides(axes)
-        first = rank - sum(rank // stride % size * stride for stride, size in inside)
+        first = rank - sum(
+            rank // stride % size * stride for stride, size in inside
+        )
         return tuple(first + sum(w) for w in _walks(inside))
 
     def _strides(
@@ -199,4 +212,6 @@ class Mesh:
 
 
 def _walks(parts: list[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
-    return product(*(range(0, stride * size, stride) for stride, size in parts))
+    return product(
+        *(range(0, stride * size, stride) for stride, size in parts)
+    )

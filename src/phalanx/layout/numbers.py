@@ -68,7 +68,11 @@ def flops_text(per_second: float) -> str:
     """Operations per second in TFLOP/s; GFLOP/s for small and EFLOP/s for large rates."""
     for power, unit in ((1e18, "E"), (1e12, "T")):
         if (x := per_second / power) >= 0.1:
-            return f"{x:.1f} {unit}FLOP/s" if x >= 100 else f"{x:.3g} {unit}FLOP/s"
+            return (
+                f"{x:.1f} {unit}FLOP/s"
+                if x >= 100
+                else f"{x:.3g} {unit}FLOP/s"
+            )
     return f"{per_second / 1e9:.3g} GFLOP/s"
 
 
@@ -86,7 +90,9 @@ def parse_bytes(text: str) -> int:
     """Parse a size in bytes: `1K` is 1,024 bytes, `64M` 64 MiB."""
     match = re.fullmatch(r"([0-9]{1,15})([KMGT]?)(?:i?B)?", text.strip())
     if not match or not int(match[1]):
-        raise NumberError(f"{text[:60]!r} is not a size; write 4096, 64K, 512M or 1G.")
+        raise NumberError(
+            f"{text[:60]!r} is not a size; write 4096, 64K, 512M or 1G."
+        )
     return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
 
 
@@ -130,7 +136,9 @@ def parse_length(text: str) -> int:
 
     `4k` is refused: most who write it mean 4,096, and everywhere else it is 4,000.
     """
-    if re.fullmatch("[0-9]{1,18}(?:[KMGT]i)?", text) and float(text.rstrip("KMGTi")):
+    if re.fullmatch("[0-9]{1,18}(?:[KMGT]i)?", text) and float(
+        text.rstrip("KMGTi")
+    ):
         return parse_count(text)
     raise NumberError(
         f"is {text[:60]!r}; write {whole_spellings(text) or 'a whole number'}."

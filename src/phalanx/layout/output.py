@@ -38,7 +38,9 @@ class Outlet:
     """The text on its way to one open file. `put` may be called in a signal handler."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write  # may block forever; raises OSError if it cannot write
+        self._write = (
+            write  # may block forever; raises OSError if it cannot write
+        )
         self.error = ""  # the reason why the last text could not be written
         self._reset()
         _OUTLETS.add(self)
@@ -105,8 +107,13 @@ class Outlet:
             try:
                 self._write(text)
                 self.error = ""
-            except (OSError, ValueError) as error:  # ValueError: the stream was closed
-                self.error = reason(error) if isinstance(error, OSError) else str(error)
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # ValueError: the stream was closed
+                self.error = (
+                    reason(error) if isinstance(error, OSError) else str(error)
+                )
                 gone = isinstance(error, BrokenPipeError)
                 with self.lock:
                     self._dropped += 0 if gone else lines
@@ -124,7 +131,10 @@ class Outlet:
         patience = min(grace, AGAIN) if self.moved == self._given_up else grace
         while self._writing:
             now = time.monotonic()
-            if now > began + longest or now > max(began, self.moved) + patience:
+            if (
+                now > began + longest
+                or now > max(began, self.moved) + patience
+            ):
                 self._given_up = self.moved
                 break
             time.sleep(0.002)
@@ -240,7 +250,10 @@ def _writer(stream: TextIO) -> Callable[[str], None]:
     if isinstance(stream, io.TextIOWrapper):
         with suppress(OSError, ValueError):
             descriptor = stream.fileno()
-    encoding, errors = getattr(stream, "encoding", None) or "utf-8", "backslashreplace"
+    encoding, errors = (
+        getattr(stream, "encoding", None) or "utf-8",
+        "backslashreplace",
+    )
 
     def write(text: str) -> None:
         if descriptor < 0:
@@ -294,7 +307,10 @@ def _replace(output: TextIO, error: TextIO) -> None:
     before = sys.stderr
     sys.stdout, sys.stderr = output, error
     for handler in logging.root.handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+        if (
+            isinstance(handler, logging.StreamHandler)
+            and handler.stream is before
+        ):
             handler.setStream(error)
 
 
@@ -306,7 +322,9 @@ def flush_output(grace: float = GRACE) -> None:
     output, error = sys.stdout, sys.stderr
     for stream in (output, error):
         stream.flush()
-    if isinstance(output, UnblockedStream) and isinstance(error, UnblockedStream):
+    if isinstance(output, UnblockedStream) and isinstance(
+        error, UnblockedStream
+    ):
         lost, outlet = output.outlet.flush(grace), output.outlet
         if lost and outlet is not error.outlet:
             why = outlet.error or "nobody read it"

@@ -80,7 +80,9 @@ class WeightRow:
     def cuts(self, layout: Layout, rank: int = 0) -> tuple[Cut, ...]:
         """The part of each dim that a rank of tp holds."""
         at = {"tp": rank}
-        every = zip(layout.axes_of(self.dims), self.shape, self.granule, strict=True)
+        every = zip(
+            layout.axes_of(self.dims), self.shape, self.granule, strict=True
+        )
         return tuple(
             Cut.of(length, *layout.mesh.part(axes, at), granule)
             for axes, length, granule in every
@@ -104,7 +106,9 @@ class Sum(StrEnum):
     NORMS = "norms"
 
 
-def sum_over_tp(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> Sum:
+def sum_over_tp(
+    dims: Sequence[str], cuts: Sequence[Cut], layout: Layout
+) -> Sum:
     """The gradient rule along tp: sum over copies that did different work."""
     if layout.tp == 1:
         return Sum.NONE
@@ -170,7 +174,9 @@ class PieceRow:
     @property
     def has_matrices(self) -> bool:
         """True if an optimizer such as Muon updates a matrix of this unit whole."""
-        return any(weight.trained and weight.matrices for weight in self.weights)
+        return any(
+            weight.trained and weight.matrices for weight in self.weights
+        )
 
     @property
     def numel(self) -> int:
@@ -190,13 +196,17 @@ class PieceRow:
     def active_numel(self, shape: Shape) -> int:
         """The parameters that a token uses; only `top_k` of the routed experts count."""
         routed = self.routed_numel
-        return self.numel - routed + routed // max(1, shape.experts) * shape.top_k
+        return (
+            self.numel - routed + routed // max(1, shape.experts) * shape.top_k
+        )
 
     def summed_numel(self, layout: Layout) -> int:
         """The elements of this unit on a rank whose gradients are summed over tp."""
         trained = (weight for weight in self.weights if weight.trained)
         return sum(
-            weight.held(layout) for weight in trained if weight.sum_over_tp(layout)
+            weight.held(layout)
+            for weight in trained
+            if weight.sum_over_tp(layout)
         )
 
 
@@ -217,7 +227,9 @@ class StagedPieces:
     def tied(self) -> tuple[tuple[int, int], ...]:
         """The (piece, unit) pairs in which a piece uses an earlier piece's weight."""
         return tuple(
-            (number, unit) for number, row in enumerate(self.rows) for unit in row.uses
+            (number, unit)
+            for number, row in enumerate(self.rows)
+            for unit in row.uses
         )
 
     @cached_property
@@ -282,7 +294,9 @@ def row_of(
     """The row of a piece with known weights; merging has a unit even without."""
     trains = any(weight.trained for weight in weights)
     has_unit = bool(weights) or part is BlockPart.MERGING
-    return PieceRow(piece, part, kind, tuple(weights), frozen=has_unit and not trains)
+    return PieceRow(
+        piece, part, kind, tuple(weights), frozen=has_unit and not trains
+    )
 
 
 def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
@@ -325,7 +339,9 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     """
     counts = stage_blocks(layout, shape.name, work_of_pieces(shape))
     first = dict[int, int]()
-    for number, (piece, _) in enumerate(parts_of_pieces(shape, layout.experts_apart)):
+    for number, (piece, _) in enumerate(
+        parts_of_pieces(shape, layout.experts_apart)
+    ):
         first.setdefault(piece, number)
     # Piece 0 is the embedding.
     ends = [first[1 + b] for b in accumulate(counts, initial=0)]
@@ -342,7 +358,9 @@ def linear_products(row: PieceRow, shape: Shape) -> tuple[LinearProduct, ...]:
     if row.piece == 0:
         return ()
     every = (*row.weights, *row.tied)
-    return tuple(product for weight in every for product in _product(weight, shape))
+    return tuple(
+        product for weight in every for product in _product(weight, shape)
+    )
 
 
 def _product(weight: WeightRow, shape: Shape) -> Iterator[LinearProduct]:
@@ -371,7 +389,9 @@ def piece_work(row: PieceRow, shape: Shape) -> int:
     """
     products = linear_products(row, shape)
     token = sum(
-        product.multiply_adds for product in products if not product.weight.adapts
+        product.multiply_adds
+        for product in products
+        if not product.weight.adapts
     )
     if shape.kind == "mlp":
         return token
@@ -404,7 +424,10 @@ def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
     for piece, part in parts_of_pieces(shape, apart):
         weights = _weights_of(shape, piece, part)
         key = _kind(
-            shape, piece, part, frozen=not any(weight.trained for weight in weights)
+            shape,
+            piece,
+            part,
+            frozen=not any(weight.trained for weight in weights),
         )
         if key not in kinds:
             row = row_of(piece, part, len(kinds), weights)
@@ -449,7 +472,11 @@ def _bundle(
     if part is BlockPart.EXPERTS:
         # The counts have become routes: the number of tokens from each rank.
         return ("sent", "routes"), ("sent",)
-    results = ("gates", "order", *(("shared",) if shape.shared_experts else ()))
+    results = (
+        "gates",
+        "order",
+        *(("shared",) if shape.shared_experts else ()),
+    )
     if part is BlockPart.ROUTING:
         return ("x",), ("x", "sent", "counts", *results)
     if part is BlockPart.MERGING:
@@ -460,7 +487,9 @@ def _bundle(
 # ---- the weights of the built-in models, without torch, as in `models/decoder.py` and `models/mlp.py`
 
 
-def _weights_of(shape: Shape, piece: int, part: BlockPart) -> tuple[WeightRow, ...]:
+def _weights_of(
+    shape: Shape, piece: int, part: BlockPart
+) -> tuple[WeightRow, ...]:
     weights = _weights(shape, piece)
     if part is BlockPart.WHOLE:
         return weights
@@ -471,12 +500,20 @@ def _part_of(name: str) -> BlockPart:
     """The part of a block with experts that holds a weight."""
     if name.startswith("mlp.routed."):
         return BlockPart.EXPERTS
-    return BlockPart.MERGING if name.startswith("mlp_post_norm.") else BlockPart.ROUTING
+    return (
+        BlockPart.MERGING
+        if name.startswith("mlp_post_norm.")
+        else BlockPart.ROUTING
+    )
 
 
 def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
     """The weights of a shape's piece. A tied output weight is the embedding's."""
-    counts = {} if shape.kind == "mlp" else {"heads": shape.heads, "kv": shape.kv_heads}
+    counts = (
+        {}
+        if shape.kind == "mlp"
+        else {"heads": shape.heads, "kv": shape.kv_heads}
+    )
     frozen = piece in shape.frozen
 
     def complete(weight: WeightRow) -> WeightRow:
@@ -484,9 +521,15 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
         granule = granules(weight.dims, weight.shape, counts)
         matrices = _matrices(weight.dims, weight.shape)
         # A matrix between features, outside the routed experts.
-        narrow = 0 < piece <= shape.layers and bool(matrices) and not weight.routed
+        narrow = (
+            0 < piece <= shape.layers and bool(matrices) and not weight.routed
+        )
         return replace(
-            weight, granule=granule, trained=trained, matrices=matrices, narrow=narrow
+            weight,
+            granule=granule,
+            trained=trained,
+            matrices=matrices,
+            narrow=narrow,
         )
 
     return tuple(map(complete, _plain_weights(shape, piece)))
@@ -497,7 +540,9 @@ def granules(
 ) -> tuple[int, ...]:
     """The indivisible length in each dim; `counts` are the numbers of units."""
     every = zip(dims, lengths, strict=True)
-    return tuple(max(1, length // counts.get(dim, length)) for dim, length in every)
+    return tuple(
+        max(1, length // counts.get(dim, length)) for dim, length in every
+    )
 
 
 def _matrices(
@@ -524,10 +569,15 @@ def _plain_weights(shape: Shape, piece: int) -> Iterator[WeightRow]:
         if 0 < piece <= shape.layers:
             yield _weight("weight", "embed ffn", shape.hidden, shape.hidden)
     elif piece == 0:
-        yield _weight(f"{_TOKENS}.weight", "vocab embed", shape.vocab, shape.hidden)
+        yield _weight(
+            f"{_TOKENS}.weight", "vocab embed", shape.vocab, shape.hidden
+        )
         if shape.positions == "learned":
             yield _weight(
-                "positions.weight", "position embed", shape.sequence, shape.hidden
+                "positions.weight",
+                "position embed",
+                shape.sequence,
+                shape.hidden,
             )
     elif piece <= shape.layers:
         for weight in _block(shape, piece):
@@ -537,10 +587,14 @@ def _plain_weights(shape: Shape, piece: int) -> Iterator[WeightRow]:
         yield from _norm(shape, "norm", "embed", shape.hidden)
         # A tied output weight is the embedding's.
         if not shape.tied:
-            yield _weight("output.weight", "vocab embed", shape.vocab, shape.hidden)
+            yield _weight(
+                "output.weight", "vocab embed", shape.vocab, shape.hidden
+            )
 
 
-def _norm(shape: Shape, name: str, dim: str, length: int) -> Iterator[WeightRow]:
+def _norm(
+    shape: Shape, name: str, dim: str, length: int
+) -> Iterator[WeightRow]:
     yield _weight(f"{name}.weight", dim, length)
     if shape.norm == "layer":
         yield _weight(f"{name}.bias", dim, length)
@@ -548,10 +602,14 @@ def _norm(shape: Shape, name: str, dim: str, length: int) -> Iterator[WeightRow]
 
 def _block(shape: Shape, piece: int) -> Iterator[WeightRow]:
     norms = ["attn_norm", "mlp_norm"] if shape.norms != "post" else []
-    norms += ["attn_post_norm", "mlp_post_norm"] if shape.norms != "pre" else []
+    norms += (
+        ["attn_post_norm", "mlp_post_norm"] if shape.norms != "pre" else []
+    )
     for name in norms:
         yield from _norm(shape, name, "embed", shape.hidden)
-    yield from _latent_attention(shape) if shape.kv_latent else _attention(shape)
+    yield from (
+        _latent_attention(shape) if shape.kv_latent else _attention(shape)
+    )
     if shape.sparse(piece):
         yield from _experts(shape)
     else:
@@ -595,14 +653,22 @@ def _attention(shape: Shape) -> Iterator[WeightRow]:
 
 def _latent_attention(shape: Shape) -> Iterator[WeightRow]:
     """Latent attention: q, k, v come from narrow vectors (DeepSeek-V2 2024)."""
-    hidden, latent, wide = shape.hidden, shape.kv_latent, shape.heads * shape.head_dim
+    hidden, latent, wide = (
+        shape.hidden,
+        shape.kv_latent,
+        shape.heads * shape.head_dim,
+    )
     if shape.q_latent:
-        yield _weight("attn.wq_a.weight", "latent embed", shape.q_latent, hidden)
+        yield _weight(
+            "attn.wq_a.weight", "latent embed", shape.q_latent, hidden
+        )
         yield _weight("attn.q_a_norm.weight", "latent", shape.q_latent)
         yield _weight("attn.wq_b.weight", "heads latent", wide, shape.q_latent)
     else:
         yield _weight("attn.wq.weight", "heads embed", wide, hidden)
-    yield _weight("attn.wkv_a.weight", "latent embed", latent + shape.turned, hidden)
+    yield _weight(
+        "attn.wkv_a.weight", "latent embed", latent + shape.turned, hidden
+    )
     yield _weight("attn.kv_a_norm.weight", "latent", latent)
     both = shape.heads * (shape.head_dim - shape.turned + shape.valued)
     yield _weight("attn.wkv_b.weight", "heads latent", both, latent)
@@ -612,7 +678,9 @@ def _latent_attention(shape: Shape) -> Iterator[WeightRow]:
 def _mlp(shape: Shape, name: str, width: int) -> Iterator[WeightRow]:
     bias, hidden = shape.bias == "all", shape.hidden
     if shape.gated:
-        yield from _linear(f"{name}.gate", hidden, width, "ffn embed", bias=bias)
+        yield from _linear(
+            f"{name}.gate", hidden, width, "ffn embed", bias=bias
+        )
     yield from _linear(f"{name}.up", hidden, width, "ffn embed", bias=bias)
     yield from _linear(f"{name}.down", width, hidden, "embed ffn", bias=bias)
 
@@ -660,7 +728,10 @@ def _adapter(shape: Shape, weight: WeightRow) -> Iterator[WeightRow]:
     # Beside a sharded weight, the whole factor did different work on each rank of tp.
     rank_dim = LORA if {out_dim, into_dim} & AXIS_OF.keys() else "-"
     yield _weight(
-        f"{path}{_ADAPTER}a.weight", f"{rank_dim} {into_dim}", shape.lora_r, into
+        f"{path}{_ADAPTER}a.weight",
+        f"{rank_dim} {into_dim}",
+        shape.lora_r,
+        into,
     )
     yield _weight(
         f"{path}{_ADAPTER}b.weight", f"{out_dim} {rank_dim}", out, shape.lora_r

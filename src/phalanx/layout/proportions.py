@@ -18,7 +18,14 @@ from .shape import HUB, Shape
 TOKENS, STEPS, WORDS = 24, 5, 257
 _HEAD = 8  # features of a head
 # Keys of a shape that a run sets outside its model.
-_OF_THE_RUN = ("name", "source", "freeze", "lora_r", "lora_alpha", "lora_targets")
+_OF_THE_RUN = (
+    "name",
+    "source",
+    "freeze",
+    "lora_r",
+    "lora_alpha",
+    "lora_targets",
+)
 
 
 def small_shape(shape: Shape) -> Shape:
@@ -42,7 +49,9 @@ def small_shape(shape: Shape) -> Shape:
             max(2, ceil(width * TOKENS / shape.sequence)) if width else 0
             for width in shape.windows[:layers]
         ),
-        "rope_original": max(1, shape.rope_original * TOKENS // shape.sequence),
+        "rope_original": max(
+            1, shape.rope_original * TOKENS // shape.sequence
+        ),
         "dense_layers": min(shape.dense_layers, 1),
         "freeze": _frozen(shape, layers),
         "lora_r": min(shape.lora_r, 4),
@@ -54,16 +63,25 @@ def small_shape(shape: Shape) -> Shape:
         sizes |= {"value_dim": _HEAD - 2 if shape.value_dim else 0}
     if shape.experts:
         groups = min(shape.expert_groups, 2)
-        sizes |= {"experts": 8, "top_k": min(shape.top_k, 2), "expert_groups": groups}
+        sizes |= {
+            "experts": 8,
+            "top_k": min(shape.top_k, 2),
+            "expert_groups": groups,
+        }
         sizes |= {"top_groups": min(shape.top_groups, groups)}
-        sizes |= {"expert_ffn": _even(hidden * shape.expert_ffn / shape.hidden)}
+        sizes |= {
+            "expert_ffn": _even(hidden * shape.expert_ffn / shape.hidden)
+        }
         sizes |= {"shared_experts": min(shape.shared_experts, 1)}
     return replace(shape, **sizes)  # type: ignore[arg-type]
 
 
 def _layers(shape: Shape) -> int:
     """The number of layers with each kind of block, at least three if possible."""
-    return min(shape.layers, max(3, len(shape.windows), 2 if shape.dense_layers else 0))
+    return min(
+        shape.layers,
+        max(3, len(shape.windows), 2 if shape.dense_layers else 0),
+    )
 
 
 def _even(width: float) -> int:
@@ -88,7 +106,9 @@ def small_layout(layout: Layout) -> Layout:
         axes.append(Axis(axis.name, parts))
     few = 2 * min(layout.pp, 2)
     count = min(layout.microbatches, few)
-    return replace(layout, mesh=Mesh(tuple(axes)), microbatches=count, stages=())
+    return replace(
+        layout, mesh=Mesh(tuple(axes)), microbatches=count, stages=()
+    )
 
 
 def _own_model(own: str) -> str | dict[str, str]:
@@ -102,18 +122,26 @@ def _own_model(own: str) -> str | dict[str, str]:
 def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
     """The run with a small model and layout, and few steps over its whole schedule."""
     # A user's own class keeps the sizes that it is created with.
-    small = replace(shape, sequence=min(TOKENS, shape.sequence)) if run.own else None
+    small = (
+        replace(shape, sequence=min(TOKENS, shape.sequence))
+        if run.own
+        else None
+    )
     small, few = small or small_shape(shape), small_layout(layout)
     o, steps = run.optimizer, run.steps
     warmup = ceil(o.warmup_steps * STEPS / steps)
     if o.warmup_steps > 1:
-        warmup = max(2, min(warmup, STEPS - 2))  # so that the learning rate rises
+        warmup = max(
+            2, min(warmup, STEPS - 2)
+        )  # so that the learning rate rises
     decay = max(1, o.decay_steps * STEPS // steps) if o.decay_steps else 0
     decay = min(decay, STEPS - 1 - warmup)
     # One sequence more than the ranks and microbatches divide.
     batch = few.data * few.microbatches + 1
     table = {
-        name: value for name, value in asdict(small).items() if name not in _OF_THE_RUN
+        name: value
+        for name, value in asdict(small).items()
+        if name not in _OF_THE_RUN
     }
     return replace(
         run,
@@ -124,7 +152,9 @@ def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
         data="python",
         batch=batch,
         microbatch=0,
-        sequence=small.sequence if run.own or small.positions != "learned" else 0,
+        sequence=small.sequence
+        if run.own or small.positions != "learned"
+        else 0,
         steps=STEPS,
         freeze=run.freeze if run.own else " ".join(small.freeze),
         out=out,

@@ -43,7 +43,9 @@ def recipe(
     dp = ranks // (tp * pp * cp)
     sharded = shape.total > SMALL or ranks > FEW
     parts = (
-        _shards(dp, shape.total / (tp * pp), memory) if sharded and ranks > MANY else dp
+        _shards(dp, shape.total / (tp * pp), memory)
+        if sharded and ranks > MANY
+        else dp
     )
     sizes = [("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp)]
     words = [f"{axis}{size}" for axis, size in sizes if size > 1]
@@ -79,7 +81,9 @@ def recipe(
     return near[0]
 
 
-def module_recipe(parameters: int, ranks: int, memory: float, precision: str) -> Layout:
+def module_recipe(
+    parameters: int, ranks: int, memory: float, precision: str
+) -> Layout:
     """The layout of a module of which only the number of weights is known: dp over all ranks,
     with the lowest ZeRO stage whose weights, gradients and optimizer fit in half of `memory`,
     a rank's bytes.
@@ -115,7 +119,9 @@ def _shards(dp: int, parameters: float, memory: float) -> int:
     return parts
 
 
-def _stage(parameters: float, parts: int, memory: float, precision: str) -> int:
+def _stage(
+    parameters: float, parts: int, memory: float, precision: str
+) -> int:
     """The lowest ZeRO stage whose state fits in half the memory.
 
     Buffers that are not sharded are sent once a step, not for every microbatch. 3 if
@@ -128,7 +134,10 @@ def _stage(parameters: float, parts: int, memory: float, precision: str) -> int:
         gradient = held.gradient
         if stage == 2 and held.gradient_shard:
             gradient = held.gradient_shard
-        if parameters * (held.weight + gradient + held.optimizer) <= memory / 2:
+        if (
+            parameters * (held.weight + gradient + held.optimizer)
+            <= memory / 2
+        ):
             return stage
     return 3
 
@@ -141,5 +150,9 @@ def _bytes(shape: Shape, tokens: int, recomputed: bool) -> float:
     six bytes per logit.
     """
     per_block = 34.0
-    blocks = 2.0 * shape.layers + per_block if recomputed else per_block * shape.layers
+    blocks = (
+        2.0 * shape.layers + per_block
+        if recomputed
+        else per_block * shape.layers
+    )
     return tokens * (shape.hidden * blocks + 6.0 * shape.vocab)

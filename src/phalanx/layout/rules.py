@@ -17,9 +17,9 @@ from .mesh import LayoutError
 
 # One map from names to axes. A name that is not in it is whole on every rank ("-" is
 # such a name).
-AXIS_OF: dict[str, str] = dict.fromkeys(("vocab", "heads", "kv", "ffn"), "tp") | {
-    "experts": "ep"
-}
+AXIS_OF: dict[str, str] = dict.fromkeys(
+    ("vocab", "heads", "kv", "ffn"), "tp"
+) | {"experts": "ep"}
 # The rank dim of a low-rank adapter beside a sharded weight: whole, but ranks did
 # different work with it.
 LORA = "lora"
@@ -33,7 +33,14 @@ PARTIAL = "partial"
 # like Muon updates whole. Lookups, the output projection, a router and dims named "-"
 # are no matrices.
 FEATURES = ("embed", "heads", "kv", "ffn", LATENT, "features")
-DIMS = ("head", "position", LORA, PARTIAL, "-", *dict.fromkeys((*FEATURES, *AXIS_OF)))
+DIMS = (
+    "head",
+    "position",
+    LORA,
+    PARTIAL,
+    "-",
+    *dict.fromkeys((*FEATURES, *AXIS_OF)),
+)
 _DIM = re.compile("([a-z-]+)(?:/([0-9]{1,4}|[0-9]{1,9}(?:,[0-9]{1,9})+))?")
 # All ranks ask the same of every weight, so answers are cached.
 _fits = lru_cache(1 << 16)(fnmatch.fnmatchcase)
@@ -68,7 +75,9 @@ class Cut:
             first = index * units // parts
             return cls(first * unit, (first + 1) * unit, unit, parts // units)
         each = -(-units // parts) * unit
-        return cls(min(index * each, size), min((index + 1) * each, size), each)
+        return cls(
+            min(index * each, size), min((index + 1) * each, size), each
+        )
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,9 @@ class Rules:
 
     def dims(self, name: str, rank: int | None = None) -> tuple[str, ...]:
         """The names of a parameter's dims. `rank` is their number, if known."""
-        return tuple(dim.partition("/")[0] for dim in self._written(name, rank))
+        return tuple(
+            dim.partition("/")[0] for dim in self._written(name, rank)
+        )
 
     def matrices(
         self, name: str, shape: Sequence[int]
@@ -122,7 +133,8 @@ class Rules:
         ):
             return ()
         parts = [
-            _parts(name, dim, size) for dim, size in zip(written, shape, strict=True)
+            _parts(name, dim, size)
+            for dim, size in zip(written, shape, strict=True)
         ]
         return tuple(product(parts[-2], parts[-1]))
 
@@ -142,7 +154,9 @@ class Rules:
 def _parts(name: str, dim: str, size: int) -> list[slice]:
     """The runs of a dim that belong to one matrix each."""
     match = _DIM.fullmatch(dim)
-    lengths = [int(n) for n in match[2].split(",")] if match and match[2] else [1]
+    lengths = (
+        [int(n) for n in match[2].split(",")] if match and match[2] else [1]
+    )
     if len(lengths) == 1:
         lengths = [size // lengths[0]] * lengths[0] if lengths[0] else []
     if sum(lengths) != size:

@@ -51,8 +51,12 @@ class OptimizerChoice:
         choices=("cosine", "linear", "wsd", "constant"),
     )
     warmup_steps: int = key(0, "linear warmup from 0 to lr")
-    decay_steps: int = key(0, "decay phase of wsd, at the end; 0: a tenth of steps")
-    min_lr: float | None = key(None, "learning rate after the decay; unset: lr / 10")
+    decay_steps: int = key(
+        0, "decay phase of wsd, at the end; 0: a tenth of steps"
+    )
+    min_lr: float | None = key(
+        None, "learning rate after the decay; unset: lr / 10"
+    )
     betas: tuple[float, float] = key(
         (0.9, 0.95), "AdamW: decay rates of the two moments", maximum=0.999999
     )
@@ -69,7 +73,8 @@ class OptimizerChoice:
     )
     matrix_lr: float = key(0.0, "Muon: peak learning rate of matrices; 0: lr")
     weight_decay: float = key(
-        0.1, "weight decay, decoupled for AdamW and Muon; none on norms and biases"
+        0.1,
+        "weight decay, decoupled for AdamW and Muon; none on norms and biases",
     )
     clip: float = key(1.0, "max gradient norm; 0 disables")
 
@@ -106,15 +111,23 @@ class Checkpoints:
     )
     every: int = key(0, "steps between checkpoints; 0: only at the end")
     at_end: bool = key(
-        True, "save after the last step too; a run that is stopped always saves"
+        True,
+        "save after the last step too; a run that is stopped always saves",
     )
-    keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)
-    asynchronous: bool = key(False, "write while training continues", name="async")
+    keep: int = key(
+        2, "checkpoints to keep; older ones are deleted", minimum=2
+    )
+    asynchronous: bool = key(
+        False, "write while training continues", name="async"
+    )
     adopt: bool = key(
-        False, "resume even if the model's sizes differ, as long as the weights fit"
+        False,
+        "resume even if the model's sizes differ, as long as the weights fit",
     )
     on_disk_full: str = key(
-        "stop", "stop, or go-on: continue without saving", choices=("stop", "go-on")
+        "stop",
+        "stop, or go-on: continue without saving",
+        choices=("stop", "go-on"),
     )
 
     def __post_init__(self) -> None:
@@ -177,7 +190,8 @@ class SampleChoice:
     """A text that the model writes while it is trained."""
 
     every: int = key(
-        0, "steps between texts; there is also one after the last step; 0: none"
+        0,
+        "steps between texts; there is also one after the last step; 0: none",
     )
     prompt: str = key(
         "\n", "start of the text; a user's message if the run trains on chats"
@@ -189,7 +203,8 @@ class SampleChoice:
         0.8, "0: the likeliest token; above 0: sampled, with `seed`"
     )
     tokenizer: str = key(
-        "", "tokenizer.json or its folder; empty: the tokenizer of `model` or `data`"
+        "",
+        "tokenizer.json or its folder; empty: the tokenizer of `model` or `data`",
     )
 
 
@@ -228,7 +243,9 @@ class Preparing:
         "field of the rows to read; empty: text, messages, conversations, or prompt"
         " and completion",
     )
-    held_out: float = key(0.05, "share of the documents for validation", maximum=0.999)
+    held_out: float = key(
+        0.05, "share of the documents for validation", maximum=0.999
+    )
     on_bad: str = key(
         "skip",
         "unreadable input: skip (leave it out and name it) or refuse",
@@ -241,7 +258,9 @@ class PreferenceChoice:
     """Direct Preference Optimization."""
 
     beta: float = key(
-        0.1, "smaller values let the model move farther from its start", above=0
+        0.1,
+        "smaller values let the model move farther from its start",
+        above=0,
     )
 
 
@@ -254,7 +273,9 @@ class LoraChoice:
         "rank of the adapters; 0: no adapters, all weights are trained",
         maximum=1 << 16,
     )
-    alpha: float = key(8.0, "the adapter's output is multiplied by alpha / r", above=0)
+    alpha: float = key(
+        8.0, "the adapter's output is multiplied by alpha / r", above=0
+    )
     targets: tuple[str, ...] = key(
         ("all-linear",),
         "wq, wk, wv, wo, gate, up, down, or peft's names such as q_proj",
@@ -271,7 +292,8 @@ class Run:
         " your own as FILE.py:Class, FILE.py:Class(n_layer=6), or a table of its arguments beside `class`",
     )
     layout: str = key(
-        "auto", "how the ranks share the work, such as dp2 pp2 zero1 1f1b:4; or auto"
+        "auto",
+        "how the ranks share the work, such as dp2 pp2 zero1 1f1b:4; or auto",
     )
     weights: str = key(
         "",
@@ -293,7 +315,9 @@ class Run:
     freeze: str = key(
         "", "pieces that are not trained, such as embed, layers.0-3, head"
     )
-    document_masks: bool = key(True, "no attention between the documents in a sequence")
+    document_masks: bool = key(
+        True, "no attention between the documents in a sequence"
+    )
     packing: str = key(
         "",
         "wrapped: text is split where a sequence ends; bfd: whole documents share a"
@@ -309,7 +333,9 @@ class Run:
         "sequences of a microbatch per data-parallel rank; 0: the layout's accum:N or 1f1b:N",
         maximum=1 << 24,
     )
-    sequence: int = key(0, "sequence length in tokens; 0: the shape's", maximum=1 << 28)
+    sequence: int = key(
+        0, "sequence length in tokens; 0: the shape's", maximum=1 << 28
+    )
     epochs: float = key(
         0.0,
         "passes over the data, in place of `steps`; 0: as `steps` says",
@@ -322,36 +348,48 @@ class Run:
         choices=("", DPO),
     )
     z_loss: float = key(
-        0.0, "weight of log(Z)^2 in each token's loss; Z is the sum of exp(logits)"
+        0.0,
+        "weight of log(Z)^2 in each token's loss; Z is the sum of exp(logits)",
     )
     seed: int = key(
         0, "seed of the initial weights and the data order", maximum=2**62 - 1
     )
-    out: str = key("", "output folder; empty: runs/ plus the name of the run file")
+    out: str = key(
+        "", "output folder; empty: runs/ plus the name of the run file"
+    )
     machine: str = key(
         "",
         "machine file of `phalanx doctor --out`, for MFU and auto; empty: measure the peak rate",
     )
     memory: float = key(
-        0.0, "memory limit per rank in GiB for recompute:fit; 0: 80 % of its GPU"
+        0.0,
+        "memory limit per rank in GiB for recompute:fit; 0: 80 % of its GPU",
     )
     verify: bool = key(
         False,
         "before the ranks start, train a scaled-down run and compare it with one"
         " process, as `phalanx verify` does; a run that differs is refused",
     )
-    lora: LoraChoice = key(LoraChoice(), "LoRA: adapters are trained, and nothing else")
-    dpo: PreferenceChoice = key(PreferenceChoice(), "the loss of pairs of answers")
+    lora: LoraChoice = key(
+        LoraChoice(), "LoRA: adapters are trained, and nothing else"
+    )
+    dpo: PreferenceChoice = key(
+        PreferenceChoice(), "the loss of pairs of answers"
+    )
     optimizer: OptimizerChoice = key(
         OptimizerChoice(), "optimizer and learning-rate schedule"
     )
     checkpoint: Checkpoints = key(
         Checkpoints(), "when checkpoints are saved, and where"
     )
-    train: Training = key(Training(), "what happens when ranks fail or are missing")
+    train: Training = key(
+        Training(), "what happens when ranks fail or are missing"
+    )
     network: Networking = key(Networking(), "how hosts reach each other")
     metrics: Metrics = key(Metrics(), "what is logged")
-    validation: Validation = key(Validation(), "the loss on the validation split")
+    validation: Validation = key(
+        Validation(), "the loss on the validation split"
+    )
     sample: SampleChoice = key(
         SampleChoice(), "a text that the model writes while it is trained"
     )
@@ -360,7 +398,8 @@ class Run:
         Preparing(), "how text is read where `model` has a tokenizer"
     )
     hang: Hangs = key(
-        Hangs(), "when a run is taken to hang, and which ranks are reported as slow"
+        Hangs(),
+        "when a run is taken to hang, and which ranks are reported as slow",
     )
 
     def __post_init__(self) -> None:
@@ -380,14 +419,17 @@ class Run:
 
         If they name no model, `adopt` may replace the default one.
         """
-        pointers = {other: f"Write {ours}" for other, ours in elsewhere("run").items()}
+        pointers = {
+            other: f"Write {ours}" for other, ours in elsewhere("run").items()
+        }
         reader = Reader(cls, text, name, overrides, pointers, {"model": CLASS})
         run: Run = reader.table(cls, reader.given)
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
         if adopt is not None and "model" not in reader.given:
             run = adopt(run)
         misfits = [
-            m._replace(place=reader.place(m.place) or name) for m in mistakes_of(run)
+            m._replace(place=reader.place(m.place) or name)
+            for m in mistakes_of(run)
         ]
         if mistakes := [*reader.mistakes, *misfits]:
             raise RunError(name, list(dict.fromkeys(mistakes)))
@@ -395,7 +437,10 @@ class Run:
 
     @classmethod
     def load(
-        cls, path: str, overrides: tuple[str, ...] = (), adopt: Adopt | None = None
+        cls,
+        path: str,
+        overrides: tuple[str, ...] = (),
+        adopt: Adopt | None = None,
     ) -> Run:
         """The run of a file. With an empty path, the run of the arguments alone."""
         write_one = "`phalanx train --print-config` prints one to begin with"
@@ -454,17 +499,28 @@ class Run:
         """A model's sizes with the batch and the sequence of this run."""
         # Learned positions are weights: their number belongs to the model, not the run.
         learned = plain.positions == "learned"
-        sequence = plain.sequence if learned else self.sequence or plain.sequence
-        sized = replace(plain, batch=self.batch or plain.batch, sequence=sequence)
+        sequence = (
+            plain.sequence if learned else self.sequence or plain.sequence
+        )
+        sized = replace(
+            plain, batch=self.batch or plain.batch, sequence=sequence
+        )
         if self.freeze:
-            sized = replace(sized, freeze=tuple(re.split("[, ]+", self.freeze.strip())))
+            sized = replace(
+                sized, freeze=tuple(re.split("[, ]+", self.freeze.strip()))
+            )
         if not self.lora.r:
             return sized
         targets = tuple(
-            _PEFT.get(name, name) for name in self.lora.targets if name != ALL_LINEAR
+            _PEFT.get(name, name)
+            for name in self.lora.targets
+            if name != ALL_LINEAR
         )
         return replace(
-            sized, lora_r=self.lora.r, lora_alpha=self.lora.alpha, lora_targets=targets
+            sized,
+            lora_r=self.lora.r,
+            lora_alpha=self.lora.alpha,
+            lora_targets=targets,
         )
 
     def layout_of(self, shape: Shape | None = None) -> Layout | None:
@@ -480,8 +536,12 @@ class Run:
             self.precision
             and written.get("precision", self.precision) != self.precision
         ):
-            what = f"precision = {self.precision!r}, and layout = {self.layout!r}"
-            raise RunError("run", [Mistake("precision", what, "Write one of them")])
+            what = (
+                f"precision = {self.precision!r}, and layout = {self.layout!r}"
+            )
+            raise RunError(
+                "run", [Mistake("precision", what, "Write one of them")]
+            )
         layout = Layout.parse(self.layout)
         layout = replace(layout, precision=self.precision or layout.precision)
         batch = self.batch or (shape.batch if shape else 0)
@@ -490,7 +550,9 @@ class Run:
         if batch and self.microbatch and count != divided.microbatches:
             cut = f"microbatch = {self.microbatch} cuts batch = {batch} over dp{layout.dp}"
             what = f"{cut} into {divided.microbatches} microbatches, and layout = {self.layout!r}"
-            mistake = Mistake("microbatch", f"{what} into {count}", "Write one of them")
+            mistake = Mistake(
+                "microbatch", f"{what} into {count}", "Write one of them"
+            )
             raise RunError("run", [mistake])
         return divided
 
@@ -498,7 +560,11 @@ class Run:
     def fallbacks(self) -> list[Run]:
         """This run in each of its fallback layouts."""
         texts = [each.strip() for each in self.train.fallback.split(";")]
-        return [replace(self, layout=each, train=Training()) for each in texts if each]
+        return [
+            replace(self, layout=each, train=Training())
+            for each in texts
+            if each
+        ]
 
     def for_ranks(self, ranks: int, *, fewer: bool = False) -> Run:
         """The run in its first layout for these ranks; unchanged if none."""
@@ -521,14 +587,18 @@ class Run:
         if rest or not count:
             what = f"microbatch = {self.microbatch} on each of dp{dp}"
             fits = [
-                n for n in range(1, min(batch // dp, 4096) + 1) if batch % (dp * n) == 0
+                n
+                for n in range(1, min(batch // dp, 4096) + 1)
+                if batch % (dp * n) == 0
             ]
-            fits = sorted(sorted(fits, key=lambda n: abs(n - self.microbatch))[:3])
-            way_out = (
-                f"Write {' or '.join(map(str, fits)) or f'a batch that {dp} divides'}"
+            fits = sorted(
+                sorted(fits, key=lambda n: abs(n - self.microbatch))[:3]
             )
+            way_out = f"Write {' or '.join(map(str, fits)) or f'a batch that {dp} divides'}"
             mistake = Mistake(
-                "microbatch", f"{what} does not divide batch = {batch}", way_out
+                "microbatch",
+                f"{what} does not divide batch = {batch}",
+                way_out,
             )
             raise RunError("run", [mistake])
         return replace(layout, microbatches=count)

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from .run import Run
 
 # Keys of a shape that belong to the run, not to the model.
-_TRAINED = {"freeze": "freeze", "lora_r": "lora.r", "lora_targets": "lora.targets"}
+_TRAINED = {
+    "freeze": "freeze",
+    "lora_r": "lora.r",
+    "lora_targets": "lora.targets",
+}
 
 
 def mistakes_of(run: Run) -> Iterator[Mistake]:
@@ -35,7 +39,9 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
     yield from _files(run)
     if run.weights and (run.own or run.hub):
         what = f"weights = {run.weights!r} with model = {run.model!r}, which has weights of its own"
-        yield Mistake("weights", what, "Leave it out, or write a shape's name, as 8b")
+        yield Mistake(
+            "weights", what, "Leave it out, or write a shape's name, as 8b"
+        )
     for place, value in (
         (("lora.r", run.lora.r), ("freeze", run.freeze)) if run.own else ()
     ):
@@ -50,7 +56,9 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
     if run.sample.every and run.own:
         what = f"sample.every with model = {run.own!r}, no built-in decoder"
         yield Mistake(
-            "sample.every", what, "Leave it out: export the model, and sample it there"
+            "sample.every",
+            what,
+            "Leave it out: export the model, and sample it there",
         )
     shape = None
     try:
@@ -74,7 +82,9 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
         yield Mistake("model", what, "See `phalanx check --help`")
     yield from _layout(run, shape)
     for each in run.fallbacks:
-        yield from (m._replace(place="train.fallback") for m in _layout(each, shape))
+        yield from (
+            m._replace(place="train.fallback") for m in _layout(each, shape)
+        )
 
 
 def _preference(run: Run) -> Iterator[Mistake]:
@@ -83,7 +93,9 @@ def _preference(run: Run) -> Iterator[Mistake]:
         return
     if run.own:
         what = f"loss = {run.loss!r} with model = {run.own!r}, no built-in decoder"
-        yield Mistake("loss", what, "Write it in your own loop: docs/your-own-loop.md")
+        yield Mistake(
+            "loss", what, "Write it in your own loop: docs/your-own-loop.md"
+        )
     if run.z_loss:
         what = f"z_loss = {run.z_loss:g} with loss = {run.loss!r}"
         yield Mistake("z_loss", what, "Leave it out")
@@ -91,9 +103,7 @@ def _preference(run: Run) -> Iterator[Mistake]:
         what = f"verify = true with loss = {run.loss!r}, which verify does not know"
         yield Mistake("verify", what, "Leave it out")
     if "compile" in re.split("[ ,]+", run.layout):
-        what = (
-            f"layout = {run.layout!r} compiles, and loss = {run.loss!r} is not compiled"
-        )
+        what = f"layout = {run.layout!r} compiles, and loss = {run.loss!r} is not compiled"
         yield Mistake("layout", what, "Leave compile out")
 
 
@@ -114,17 +124,23 @@ def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
     if shape.kind != "decoder":
         what = f"model = {run.model!r} is not a decoder, and the data is text"
         decoders = [
-            name for name in Shape.names() if Shape.load(name).kind == "decoder"
+            name
+            for name in Shape.names()
+            if Shape.load(name).kind == "decoder"
         ]
         yield Mistake("model", what, f"Choose one of {', '.join(decoders)}")
         return
     if shape.positions == "learned" and run.sequence > shape.sequence:
         what = f"sequence = {run.sequence}: {shape.name} has learned {shape.sequence} positions"
-        yield Mistake("sequence", what, f"Write sequence = {shape.sequence} or less")
+        yield Mistake(
+            "sequence", what, f"Write sequence = {shape.sequence} or less"
+        )
     learned = shape.positions == "learned"
     if run.sample.every and learned and run.sample.tokens >= shape.sequence:
         what = f"sample.tokens = {run.sample.tokens}: {shape.name} has learned {shape.sequence} positions"
-        yield Mistake("sample.tokens", what, "Write fewer, with room for the prompt")
+        yield Mistake(
+            "sample.tokens", what, "Write fewer, with room for the prompt"
+        )
     named = [path for path, _ in run.sources]
     if PYTHON in named and not run.hub and shape.vocab < BYTES:
         what = f"model = {run.model!r} has a vocabulary of {shape.vocab}, and bytes are {BYTES}"
@@ -145,7 +161,9 @@ def _schedule(run: Run) -> Iterator[Mistake]:
     ):
         if steps > run.steps:
             what = f"optimizer.{name} = {steps} is longer than steps = {run.steps}"
-            yield Mistake(f"optimizer.{name}", what, f"Write {run.steps} or less")
+            yield Mistake(
+                f"optimizer.{name}", what, f"Write {run.steps} or less"
+            )
     both = o.warmup_steps + o.decay_steps
     if o.schedule == "wsd" and o.warmup_steps <= run.steps < both:
         what = f"optimizer.warmup_steps + optimizer.decay_steps = {both} of steps = {run.steps}"
@@ -162,21 +180,29 @@ def _optimizer(run: Run) -> Iterator[Mistake]:
         what = f"optimizer.decay_steps = {o.decay_steps} has no effect"
         what += f" with schedule = {o.schedule!r}"
         yield Mistake(
-            "optimizer.decay_steps", what, 'Leave it out, or write schedule = "wsd"'
+            "optimizer.decay_steps",
+            what,
+            'Leave it out, or write schedule = "wsd"',
         )
     if o.min_lr is not None and o.min_lr > o.lr:
         what = f"optimizer.min_lr = {o.min_lr:g} is more than lr = {o.lr:g}"
-        yield Mistake("optimizer.min_lr", what, "Write a learning rate, up to lr")
+        yield Mistake(
+            "optimizer.min_lr", what, "Write a learning rate, up to lr"
+        )
     if o.momentum and o.name == ADAMW:
         what = f"optimizer.momentum = {o.momentum} has no effect on adamw"
         yield Mistake(
-            "optimizer.momentum", what, 'Write optimizer.betas, or name = "sgd"'
+            "optimizer.momentum",
+            what,
+            'Write optimizer.betas, or name = "sgd"',
         )
     for name in ("nesterov", "adjust_lr", "matrix_lr"):
         if o.name != MUON and getattr(o, name) != getattr(type(o), name):
             what = f"optimizer.{name} has no effect on {o.name}"
             yield Mistake(
-                f"optimizer.{name}", what, 'Leave it out, or write name = "muon"'
+                f"optimizer.{name}",
+                what,
+                'Leave it out, or write name = "muon"',
             )
 
 
@@ -186,27 +212,41 @@ def _files(run: Run) -> Iterator[Mistake]:
         if path != PYTHON and not named and not Path(path).exists():
             what = f"data = {path!r} is not there"
             yield Mistake(
-                "data", what, 'Write data = "python" for the built-in text, or a path'
+                "data",
+                what,
+                'Write data = "python" for the built-in text, or a path',
             )
     if len({weight > 0 for _, weight in run.sources}) != 1:
         beside = "a source without a weight beside one with"
         what = f"data names {beside if run.sources else 'nothing'}"
         yield Mistake(
-            "data", what, 'Write data = "a:0.7, b:0.3", or none for all in full'
+            "data",
+            what,
+            'Write data = "a:0.7, b:0.3", or none for all in full',
         )
     for name in ("tensorboard", "wandb", "trackio"):
-        if getattr(run.metrics, name) and importlib.util.find_spec(name) is None:
+        if (
+            getattr(run.metrics, name)
+            and importlib.util.find_spec(name) is None
+        ):
             what = f"metrics.{name} = true, and {name} is not installed"
             yield Mistake(
                 f"metrics.{name}", what, f"pip install {name}, or leave it out"
             )
-    for name, folder in (("out", run.out), ("checkpoint.dir", run.checkpoint.dir)):
+    for name, folder in (
+        ("out", run.out),
+        ("checkpoint.dir", run.checkpoint.dir),
+    ):
         if "://" in folder:
             what = f"{name} = {folder!r} is a URL, and a folder of this machine belongs there"
-            yield Mistake(name, what, "Write checkpoint.remote for what is uploaded")
+            yield Mistake(
+                name, what, "Write checkpoint.remote for what is uploaded"
+            )
         elif folder and (why := unmakable(folder)):
             yield Mistake(
-                name, f"{name} = {folder!r} {why}", "Name another folder, or a new one"
+                name,
+                f"{name} = {folder!r} {why}",
+                "Name another folder, or a new one",
             )
     if run.checkpoint.remote:
         yield from _remote(run.checkpoint.remote)
@@ -215,7 +255,9 @@ def _files(run: Run) -> Iterator[Mistake]:
         what = f"model = {run.own!r}: there is no file {file}"
         yield Mistake("model", what, "See docs/bring-your-model.md")
     elif file and (wrong := _unread(run.own)):
-        yield Mistake("model", wrong, "Write [model] keys as the class names them")
+        yield Mistake(
+            "model", wrong, "Write [model] keys as the class names them"
+        )
     elif file and (wrong := syntax_error(file)):
         yield Mistake("model", f"model = {run.own!r}: {wrong}", "Fix it there")
     if run.machine and not Path(run.machine).is_file():
@@ -240,7 +282,9 @@ def _remote(url: str) -> Iterator[Mistake]:
     what, (scheme, separator, _) = f"{place} = {url!r}", url.partition("://")
     if not separator:
         yield Mistake(
-            place, f"{what} is no URL", "Write s3://bucket/run, or leave it out"
+            place,
+            f"{what} is no URL",
+            "Write s3://bucket/run, or leave it out",
         )
     elif importlib.util.find_spec("fsspec") is None:
         what += " needs fsspec, which is not installed"
@@ -249,19 +293,29 @@ def _remote(url: str) -> Iterator[Mistake]:
         try:
             importlib.import_module("fsspec").get_filesystem_class(scheme)
         except (ImportError, ValueError) as error:
-            yield Mistake(place, f"{what}: {str(error).rstrip('.')}", "Or another URL")
+            yield Mistake(
+                place, f"{what}: {str(error).rstrip('.')}", "Or another URL"
+            )
 
 
-def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
+def misfits(
+    run: Run, shape: Shape, layout: Layout | None
+) -> Iterator[Mistake]:
     """Yield reasons why a model of this shape cannot be trained as the run asks."""
     yield from _tokens(run, shape)
     if layout is None or shape.kind != "decoder":
         return
     batch, sequence = shape.batch, run.tokens(shape)
     broken = legal(layout, shape, batch=batch, sequence=sequence)
-    near = nearest(layout, shape, batch=batch, sequence=sequence) if broken else ()
+    near = (
+        nearest(layout, shape, batch=batch, sequence=sequence)
+        if broken
+        else ()
+    )
     hint = f" Nearest that fit: {'; '.join(map(str, near))}." if near else ""
     for violation in broken:
         what = f"layout = {str(layout)!r}: {violation.what.rstrip('.')}"
         last = hint if violation is broken[-1] else ""
-        yield Mistake("layout", what, violation.way_out.rstrip(".") + "." + last)
+        yield Mistake(
+            "layout", what, violation.way_out.rstrip(".") + "." + last
+        )

@@ -23,8 +23,12 @@ HUB = "hf:"  # the prefix of a folder that holds a Hugging Face model
 _FOLDER = Path(__file__).parent / "shapes"
 
 # Names of published weights whose sizes come with phalanx.
-_LLAMA = re.compile(r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?")
-_BLOCKS = re.compile(r"layers(?:\.([0-9]{1,5})(?:-([0-9]{1,5}))?)?")  # layers.0-3
+_LLAMA = re.compile(
+    r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?"
+)
+_BLOCKS = re.compile(
+    r"layers(?:\.([0-9]{1,5})(?:-([0-9]{1,5}))?)?"
+)  # layers.0-3
 _PUBLISHED = {
     **dict.fromkeys(("gpt2", "gpt-2", "gpt2-small", "gpt2-124m"), "124m"),
     **{name: name for name in ("deepseek-v3", "gpt-oss-20b", "gpt-oss-120b")},
@@ -43,24 +47,32 @@ class Shape:
     # The upper limits are ten times those of any trained model, and still quick to
     # count.
     name: str
-    layers: int = key(description="transformer blocks", minimum=1, maximum=10_000)
+    layers: int = key(
+        description="transformer blocks", minimum=1, maximum=10_000
+    )
     hidden: int = key(
         description="width of the residual stream", minimum=1, maximum=1 << 20
     )
     kind: str = key("decoder", choices=("decoder", "mlp"))
     heads: int = key(1, "query heads", minimum=1, maximum=1 << 16)
-    kv_heads: int = key(0, "key and value heads; 0: as many as heads", maximum=1 << 16)
+    kv_heads: int = key(
+        0, "key and value heads; 0: as many as heads", maximum=1 << 16
+    )
     head_dim: int = key(0, "0: hidden / heads", maximum=1 << 16)
     # Latent attention: queries, keys and values are expanded from narrow vectors; rope
     # turns some features.
     kv_latent: int = key(
         0, "width of the keys' and values' latent; 0: none", maximum=1 << 20
     )
-    q_latent: int = key(0, "width of the queries' latent; 0: none", maximum=1 << 20)
+    q_latent: int = key(
+        0, "width of the queries' latent; 0: none", maximum=1 << 20
+    )
     rope_dim: int = key(
         0, "features of a head that rope turns; 0: all", maximum=1 << 16
     )
-    value_dim: int = key(0, "features of a head's values; 0: head_dim", maximum=1 << 16)
+    value_dim: int = key(
+        0, "features of a head's values; 0: head_dim", maximum=1 << 16
+    )
     ffn: int = key(0, "width of the MLP; 0: 4 hidden", maximum=1 << 23)
     vocab: int = key(0, "tokens in the vocabulary", maximum=1 << 26)
     sequence: int = key(1, "tokens in a sequence", minimum=1, maximum=1 << 28)
@@ -68,7 +80,9 @@ class Shape:
         8, "sequences in a step over all ranks", minimum=1, maximum=1 << 24
     )
     norm: str = key(
-        "rms", "rms1 multiplies by 1 + weight", choices=("rms", "rms1", "layer")
+        "rms",
+        "rms1 multiplies by 1 + weight",
+        choices=("rms", "rms1", "layer"),
     )
     norms: str = key(
         "pre",
@@ -89,15 +103,24 @@ class Shape:
         choices=("llama3", "linear", "dynamic", "yarn"),
     )
     rope_low: float = key(1.0, "its low_freq_factor; yarn: beta_slow", above=0)
-    rope_high: float = key(4.0, "its high_freq_factor; yarn: beta_fast", above=0)
-    rope_original: int = key(8192, "its original_max_position_embeddings", minimum=1)
-    rope_attention: float = key(1.0, "yarn's factor for cosine and sine", above=0)
+    rope_high: float = key(
+        4.0, "its high_freq_factor; yarn: beta_fast", above=0
+    )
+    rope_original: int = key(
+        8192, "its original_max_position_embeddings", minimum=1
+    )
+    rope_attention: float = key(
+        1.0, "yarn's factor for cosine and sine", above=0
+    )
     rope_pairs: str = key(
-        "halves", "features that rope turns together", choices=("halves", "neighbours")
+        "halves",
+        "features that rope turns together",
+        choices=("halves", "neighbours"),
     )
     rope_truncated: bool = key(True, "yarn blends between integer indices")
     windows: tuple[int, ...] = key(
-        (), "tokens that a block attends to, 0 for all; repeated over the blocks"
+        (),
+        "tokens that a block attends to, 0 for all; repeated over the blocks",
     )
     softcap: float = key(0.0, "c in attention scores c tanh(s / c); 0: none")
     logit_softcap: float = key(0.0, "c in logits c tanh(l / c); 0: none")
@@ -119,8 +142,12 @@ class Shape:
     qk_norm: bool = key(False, "RMSNorm of queries and keys")
     qk_norm_wide: bool = key(False, "these norms cover all heads together")
     eps: float = key(1e-5, "added inside the norms", above=0)
-    experts: int = key(0, "routed experts in a block; 0: an MLP", maximum=1 << 14)
-    top_k: int = key(1, "experts that each token uses", minimum=1, maximum=1 << 14)
+    experts: int = key(
+        0, "routed experts in a block; 0: an MLP", maximum=1 << 14
+    )
+    top_k: int = key(
+        1, "experts that each token uses", minimum=1, maximum=1 << 14
+    )
     expert_ffn: int = key(0, "width of an expert; 0: ffn", maximum=1 << 23)
     shared_experts: int = key(
         0, "experts that all tokens use, merged into one", maximum=1 << 10
@@ -129,11 +156,18 @@ class Shape:
         1, "groups into which experts are divided", minimum=1, maximum=1 << 14
     )
     top_groups: int = key(
-        1, "groups that a token may choose experts from", minimum=1, maximum=1 << 14
+        1,
+        "groups that a token may choose experts from",
+        minimum=1,
+        maximum=1 << 14,
     )
     dense_layers: int = key(0, "first blocks without experts", maximum=10_000)
-    scores: str = key("softmax", "the router's scores", choices=("softmax", "sigmoid"))
-    normalized: bool = key(True, "a token's chosen scores are divided by their sum")
+    scores: str = key(
+        "softmax", "the router's scores", choices=("softmax", "sigmoid")
+    )
+    normalized: bool = key(
+        True, "a token's chosen scores are divided by their sum"
+    )
     routed_scale: float = key(1.0, "factor of the chosen scores", above=0)
     balance: str = key(
         "none",
@@ -143,16 +177,26 @@ class Shape:
     balance_rate: float = key(0.001, "change of that bias in a step", above=0)
     # Losses of each router: experts x sum of (share of choices x mean score), and the
     # z-loss.
-    sequence_loss: float = key(0.0, "factor of that loss, averaged over sequences")
+    sequence_loss: float = key(
+        0.0, "factor of that loss, averaged over sequences"
+    )
     batch_loss: float = key(0.0, "factor of that loss over the whole batch")
-    z_loss: float = key(0.0, "factor of the mean squared log-sum-exp of the scores")
+    z_loss: float = key(
+        0.0, "factor of the mean squared log-sum-exp of the scores"
+    )
     # The weights that are trained.
     freeze: tuple[str, ...] = key(
         (), "pieces that are not trained: embed, head, layers.0-3"
     )
-    lora_r: int = key(0, "rank of LoRA in the blocks, all else frozen; 0: none")
-    lora_alpha: float = key(8.0, "LoRA's output is multiplied by alpha / r", above=0)
-    lora_targets: tuple[str, ...] = key((), "linears with LoRA; empty: all of a block")
+    lora_r: int = key(
+        0, "rank of LoRA in the blocks, all else frozen; 0: none"
+    )
+    lora_alpha: float = key(
+        8.0, "LoRA's output is multiplied by alpha / r", above=0
+    )
+    lora_targets: tuple[str, ...] = key(
+        (), "linears with LoRA; empty: all of a block"
+    )
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -163,7 +207,11 @@ class Shape:
         if not self.head_dim:
             fill(self, "head_dim", self.hidden // max(self.heads, 1))
         if not self.ffn:
-            fill(self, "ffn", self.hidden if self.kind == "mlp" else 4 * self.hidden)
+            fill(
+                self,
+                "ffn",
+                self.hidden if self.kind == "mlp" else 4 * self.hidden,
+            )
         if self.experts and not self.expert_ffn:
             fill(self, "expert_ffn", self.ffn)
         if mistakes := mistakes or list(self._conflicts()):
@@ -179,13 +227,15 @@ class Shape:
             yield Mistake("heads", what, "Write fewer heads, or head_dim")
         if not self.vocab and self.kind == "decoder":
             yield Mistake(
-                "vocab", "vocab is missing", "Write how many tokens the model knows"
+                "vocab",
+                "vocab is missing",
+                "Write how many tokens the model knows",
             )
         if self.rope_low >= self.rope_high:
-            what = (
-                f"rope_low = {self.rope_low} is not below rope_high = {self.rope_high}"
+            what = f"rope_low = {self.rope_low} is not below rope_high = {self.rope_high}"
+            yield Mistake(
+                "rope_low", what, "Write rope_low = 1.0 and rope_high = 4.0"
             )
-            yield Mistake("rope_low", what, "Write rope_low = 1.0 and rope_high = 4.0")
         if len(self.windows) > self.layers:
             what = f"windows has {len(self.windows)} numbers for {self.layers} blocks"
             yield Mistake("windows", what, "Write at most one for each block")
@@ -196,7 +246,9 @@ class Shape:
         if self.activation == "clamped" and not self.gated:
             what = "activation = 'clamped' without a gate"
             yield Mistake(
-                "activation", what, "Leave out gated = false, or write gelu or silu"
+                "activation",
+                what,
+                "Leave out gated = false, or write gelu or silu",
             )
         yield from self._unlike_latents()
         if not self.experts:
@@ -218,17 +270,19 @@ class Shape:
                 f"Write more, for at least top_k = {self.top_k} experts",
             )
         if self.top_k > self.experts:
-            what = f"top_k = {self.top_k} is more than experts = {self.experts}"
+            what = (
+                f"top_k = {self.top_k} is more than experts = {self.experts}"
+            )
             yield Mistake("top_k", what, f"Write at most {self.experts}")
         if self.dense_layers >= self.layers:
-            what = (
-                f"dense_layers = {self.dense_layers} leaves no block of {self.layers}"
-            )
+            what = f"dense_layers = {self.dense_layers} leaves no block of {self.layers}"
             way_out = f"Write at most {self.layers - 1}, or experts = 0"
             yield Mistake("dense_layers", f"{what} for experts", way_out)
         if self.kind == "mlp" or not self.gated:
             what = "experts are gated MLPs, in a decoder"
-            yield Mistake("experts", what, "Leave out kind and gated, or experts")
+            yield Mistake(
+                "experts", what, "Leave out kind and gated, or experts"
+            )
 
     def _unlike_latents(self) -> Iterator[Mistake]:
         if not self.kv_latent:
@@ -238,13 +292,15 @@ class Shape:
             return
         if self.kv_heads != self.heads or self.bias != "none" or self.qk_norm:
             what = "latent attention has a key for each head, and no biases or norms of q and k"
-            yield Mistake("kv_latent", what, "Leave out kv_heads, bias and qk_norm")
-        if self.positions != "rope" or self.rope_dim > self.head_dim:
-            what = (
-                f"rope turns rope_dim = {self.rope_dim} of head_dim = {self.head_dim}"
-            )
             yield Mistake(
-                "rope_dim", what, "Write at most head_dim, and positions = 'rope'"
+                "kv_latent", what, "Leave out kv_heads, bias and qk_norm"
+            )
+        if self.positions != "rope" or self.rope_dim > self.head_dim:
+            what = f"rope turns rope_dim = {self.rope_dim} of head_dim = {self.head_dim}"
+            yield Mistake(
+                "rope_dim",
+                what,
+                "Write at most head_dim, and positions = 'rope'",
             )
 
     def _untrainable(self) -> Iterator[Mistake]:
@@ -252,28 +308,40 @@ class Shape:
             if not _BLOCKS.fullmatch(name) and name not in ("embed", "head"):
                 what = f"freeze names {name[:40]!r}, which is no piece"
                 yield Mistake(
-                    "freeze", what, "Write embed, head, layers, layers.0 or layers.0-3"
+                    "freeze",
+                    what,
+                    "Write embed, head, layers, layers.0 or layers.0-3",
                 )
         last = max(
-            (int(n) for name in self.freeze for n in re.findall("[0-9]+", name)),
+            (
+                int(n)
+                for name in self.freeze
+                for n in re.findall("[0-9]+", name)
+            ),
             default=0,
         )
         if last >= self.layers:
             what = f"freeze names block {last} of {self.layers}"
             yield Mistake(
-                "freeze", what, f"Blocks are layers.0 to layers.{self.layers - 1}"
+                "freeze",
+                what,
+                f"Blocks are layers.0 to layers.{self.layers - 1}",
             )
         linears = block_linears(self)
         for name in self.lora_targets:
             if name not in linears:
                 what = f"lora_targets names {name[:40]!r}"
-                yield Mistake("lora_targets", what, f"Linears are {', '.join(linears)}")
+                yield Mistake(
+                    "lora_targets", what, f"Linears are {', '.join(linears)}"
+                )
         if self.lora_r and self.freeze:
             what = "freeze beside LoRA, which trains its own factors and nothing else"
             yield Mistake("freeze", what, "Leave it out")
         if self.lora_r and self.kind != "decoder":
             yield Mistake(
-                "lora_r", "LoRA in a model that is not a decoder", "Leave it out"
+                "lora_r",
+                "LoRA in a model that is not a decoder",
+                "Leave it out",
             )
         elif not self.lora_r and len(self.frozen) == self.pieces:
             yield Mistake("freeze", "every piece is frozen", "Leave one out")
@@ -283,13 +351,24 @@ class Shape:
         """The pieces without trained weights."""
         if self.lora_r:
             return (0, self.pieces - 1)
-        named = [match for name in self.freeze if (match := _BLOCKS.fullmatch(name))]
-        runs = [(int(m[1] or 0), int(m[2] or m[1] or self.layers - 1)) for m in named]
-        blocks = [n for n in range(self.layers) if any(a <= n <= b for a, b in runs)]
+        named = [
+            match for name in self.freeze if (match := _BLOCKS.fullmatch(name))
+        ]
+        runs = [
+            (int(m[1] or 0), int(m[2] or m[1] or self.layers - 1))
+            for m in named
+        ]
+        blocks = [
+            n for n in range(self.layers) if any(a <= n <= b for a, b in runs)
+        ]
         ends = {"embed": -1, "head": self.layers}
         return tuple(
             sorted(
-                1 + n for n in (*blocks, *(ends[x] for x in ends if x in self.freeze))
+                1 + n
+                for n in (
+                    *blocks,
+                    *(ends[x] for x in ends if x in self.freeze),
+                )
             )
         )
 
@@ -299,7 +378,9 @@ class Shape:
         if not self.lora_r:
             return ()
         every = block_linears(self)
-        return tuple(name for name in every if name in (self.lora_targets or every))
+        return tuple(
+            name for name in every if name in (self.lora_targets or every)
+        )
 
     @property
     def pieces(self) -> int:
@@ -312,7 +393,11 @@ class Shape:
 
     def window(self, piece: int) -> int:
         """The number of tokens that a block attends to; 0: all."""
-        return self.windows[(piece - 1) % len(self.windows)] if self.windows else 0
+        return (
+            self.windows[(piece - 1) % len(self.windows)]
+            if self.windows
+            else 0
+        )
 
     @property
     def rows(self) -> tuple[PieceRow, ...]:
@@ -369,7 +454,9 @@ class Shape:
                 f"{no_such('shape', name, cls.names(), 0.3)} Shapes are {', '.join(cls.names())};"
                 " or name a .toml file with the same keys, or hf:FOLDER."
             )
-        return cls.parse((_FOLDER / f"{known}.toml").read_text(encoding="utf-8"), known)
+        return cls.parse(
+            (_FOLDER / f"{known}.toml").read_text(encoding="utf-8"), known
+        )
 
     @classmethod
     def parse(cls, text: str, name: str) -> Shape:
@@ -379,7 +466,9 @@ class Shape:
     @classmethod
     def of(cls, table: Mapping[str, Any], name: str = "model") -> Shape:
         """A shape from a table of its sizes."""
-        return decode(cls, {"name": name, **table}, f"shape {name!r}", ShapeError)
+        return decode(
+            cls, {"name": name, **table}, f"shape {name!r}", ShapeError
+        )
 
 
 def published(name: str) -> bool:

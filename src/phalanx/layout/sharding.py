@@ -38,7 +38,11 @@ def sends_less(layout: Layout) -> tuple[Layout, ...]:
     for zero in range(layout.zero - 1, 0, -1):
         other = replace(layout, zero=zero, gather="", reduce="")
         its = sends(other)
-        less = its != mine and its.gathers <= mine.gathers and its.sums <= mine.sums
+        less = (
+            its != mine
+            and its.gathers <= mine.gathers
+            and its.sums <= mine.sums
+        )
         # Of two that send equally often, the higher stage holds less.
         if less and its not in found:
             found[its] = other

@@ -8,7 +8,13 @@ from contextlib import contextmanager
 # warning.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # Raised by a fault of the thread itself. They cannot be blocked.
-FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+FAULTS = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+}
 HELD = signal.valid_signals() - FAULTS
 
 

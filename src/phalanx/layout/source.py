@@ -96,7 +96,9 @@ def with_arguments(text: str, arguments: Mapping[str, Any]) -> str:
     written = [f"{name}={value!r}" for name, value in arguments.items()]
     named = [arguments_text(text)] if arguments_text(text) else []
     file, name = split_name(text)
-    return f"{file}:{name}({', '.join([*named, *written])})" if written else text
+    return (
+        f"{file}:{name}({', '.join([*named, *written])})" if written else text
+    )
 
 
 def load_source(
@@ -107,7 +109,9 @@ def load_source(
     return tuple(getattr(module, name) for name in names)
 
 
-def load_module(path: str | Path, names: tuple[str, ...], error: Refusal) -> ModuleType:
+def load_module(
+    path: str | Path, names: tuple[str, ...], error: Refusal
+) -> ModuleType:
     """A user's file as a module that has these names. Each call runs the file once."""
     name = names[0]
     _refuse_unreadable(path, name, error)
@@ -178,7 +182,11 @@ def imported_sources(path: str | Path) -> dict[str, Path]:
             if imported in found:
                 continue
             source = _source_of(imported, roots)
-            if source is not None and source != first and _is_own(source, first.parent):
+            if (
+                source is not None
+                and source != first
+                and _is_own(source, first.parent)
+            ):
                 found[imported] = source
                 waiting.append((imported, source))
     return dict(sorted(found.items()))
@@ -201,7 +209,9 @@ def _imports_of(name: str, file: Path) -> set[str]:
             base = ".".join([*above, *filter(None, [node.module])])
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
     parts = [each.split(".") for each in names if each]
-    return {".".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}
+    return {
+        ".".join(each[:n]) for each in parts for n in range(1, len(each) + 1)
+    }
 
 
 def _source_of(name: str, roots: Sequence[Path]) -> Path | None:
@@ -227,10 +237,17 @@ def _is_own(file: Path, folder: Path) -> bool:
     below = file.is_relative_to(folder)
     if below and folder.name in _INSTALLED:
         return False
-    if _INSTALLED.intersection(file.relative_to(folder).parts if below else file.parts):
+    if _INSTALLED.intersection(
+        file.relative_to(folder).parts if below else file.parts
+    ):
         return False
-    library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    others = [Path(__file__).parents[1], *library]  # phalanx, and the standard library
+    library = [
+        Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")
+    ]
+    others = [
+        Path(__file__).parents[1],
+        *library,
+    ]  # phalanx, and the standard library
     # The folder may contain all of them, as a home folder does.
     return not any(
         file.is_relative_to(root) and not folder.is_relative_to(root)
@@ -242,7 +259,13 @@ def syntax_error(path: str | Path) -> str:
     """The syntax error of a source file, or "". The file is not run."""
     try:
         _parsed(Path(path))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as wrong:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as wrong:
         return f"{_place(wrong, '')}: {_what(wrong)}".removeprefix(": ")
     return ""
 
@@ -264,7 +287,10 @@ def running(path: str | Path, error: Refusal) -> Iterator[None]:
     """A context for a user's file: errors become a sentence with the file and line."""
     try:
         yield
-    except (Exception, SystemExit) as wrong:  # a user's code may raise anything
+    except (
+        Exception,
+        SystemExit,
+    ) as wrong:  # a user's code may raise anything
         raise error(
             f"{_place(wrong, str(path))}: {_what(wrong)}. Fix it there."
         ) from wrong
@@ -282,7 +308,9 @@ def running_modules(doing: str, error: Refusal) -> Iterator[None]:
         place = _last_foreign_line(wrong)
         if not place:
             raise
-        raise error(f"{place}: {_what(wrong)}, {doing}. Fix it there.") from wrong
+        raise error(
+            f"{place}: {_what(wrong)}, {doing}. Fix it there."
+        ) from wrong
 
 
 def _last_foreign_line(wrong: BaseException) -> str:

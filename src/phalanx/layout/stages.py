@@ -9,14 +9,18 @@ from .layout import Layout
 from .mesh import LayoutError, Mesh
 
 
-def stage_blocks(layout: Layout, name: str, work: Sequence[int]) -> tuple[int, ...]:
+def stage_blocks(
+    layout: Layout, name: str, work: Sequence[int]
+) -> tuple[int, ...]:
     """The number of blocks on each virtual stage of the model `name`.
 
     If the layout does not give them, stages are balanced by `work`, that of each of the
     model's pieces.
     """
     embed, *blocks, head = work
-    counts = layout.stages or balance(blocks, layout.virtual_stages, embed, head)
+    counts = layout.stages or balance(
+        blocks, layout.virtual_stages, embed, head
+    )
     if len(counts) != layout.virtual_stages or sum(counts) != len(blocks):
         raise LayoutError(
             f"stages:{'-'.join(map(str, counts))} is {len(counts)} stages of {sum(counts)} blocks;"
@@ -51,7 +55,9 @@ def balance(
     lengths, i = [], 0
     for k in range(parts - 1):
         left = high - (first if k == 0 else 0)
-        longest = min(bisect_right(total, total[i] + left) - 1, n - (parts - k - 1))
+        longest = min(
+            bisect_right(total, total[i] + left) - 1, n - (parts - k - 1)
+        )
         j = min(max(i - (i - n) // (parts - k), starts[k + 1]), longest)
         lengths.append(j - i)
         i = j

@@ -21,8 +21,12 @@ class StateBytes:
     weight: float  # in the weights used for computing
     gathered: float  # in a copy gathered from other ranks, while it is used
     gradient: float
-    reduced: float  # in a gradient summed after every microbatch, until its sum
-    optimizer: float  # in the moments, and in the master copy of narrower weights
+    reduced: (
+        float  # in a gradient summed after every microbatch, until its sum
+    )
+    optimizer: (
+        float  # in the moments, and in the master copy of narrower weights
+    )
 
     @property
     def total(self) -> float:
@@ -69,7 +73,9 @@ def held_bytes(layout: Layout, state: StateBytes) -> HeldBytes:
     offloaded = "weights" in layout.offload
     comes_and_goes = layout.zero == 3 or offloaded
     each_microbatch = layout.reduce == "micro" and parts > 1
-    optimizer = 0.0 if "optimizer" in layout.offload else state.optimizer / parts
+    optimizer = (
+        0.0 if "optimizer" in layout.offload else state.optimizer / parts
+    )
     return HeldBytes(
         weight=_weight(layout, state) if comes_and_goes else state.weight,
         frozen=_frozen(layout, state),

@@ -20,12 +20,12 @@ from .shape import Shape
 from .stages import stage_blocks
 
 # Keys of a shape that trainers' files need not have.
-_UNASKED = """name source batch sequence freeze lora_r lora_alpha lora_targets kind"""
+_UNASKED = (
+    """name source batch sequence freeze lora_r lora_alpha lora_targets kind"""
+)
 UNASKED = frozenset(_UNASKED.split())
 # Sizes with one meaning in all trainers.
-_SIZES = (
-    """layers hidden ffn heads kv_heads head_dim vocab rope_theta eps experts top_k"""
-)
+_SIZES = """layers hidden ffn heads kv_heads head_dim vocab rope_theta eps experts top_k"""
 SIZES = tuple(_SIZES.split())
 
 
@@ -139,7 +139,9 @@ def _stages(layout: Layout, shape: Shape) -> dict[str, Any]:
         found["stage_layout"] = "|".join(stages)
     if layout.schedule == INTERLEAVED:
         # torchtitan counts the embedding and the head as one layer each.
-        found["layers_of_chunk"] = math.ceil((shape.layers + 2) / layout.virtual_stages)
+        found["layers_of_chunk"] = math.ceil(
+            (shape.layers + 2) / layout.virtual_stages
+        )
     return found
 
 
@@ -187,11 +189,15 @@ def _frequencies(layout: Layout) -> Iterator[tuple[str, tuple[str]]]:
 def _compiled(layout: Layout) -> str:
     if not layout.compile:
         return "no compile"
-    return "compile" if layout.compile == COMPILE else f"compile:{layout.compile}"
+    return (
+        "compile" if layout.compile == COMPILE else f"compile:{layout.compile}"
+    )
 
 
 def _context(layout: Layout) -> str:
-    used = [way for way in ("ring", "ulysses") if layout.mesh.of(f"cp.{way}") > 1]
+    used = [
+        way for way in ("ring", "ulysses") if layout.mesh.of(f"cp.{way}") > 1
+    ]
     return " and ".join(used)
 
 

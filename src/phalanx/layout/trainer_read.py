@@ -30,18 +30,37 @@ from .layout import Layout
 from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
 from .trainer_facts import SIZES, Job, blocks_of_stages, shipped
-from .trainer_table import FLAGS, Options, Rule, Trainer, trainer_named, trainers
+from .trainer_table import (
+    FLAGS,
+    Options,
+    Rule,
+    Trainer,
+    trainer_named,
+    trainers,
+)
 from .trainer_text import SUFFIXES, options_of
 
 VOCAB = 128_256  # tokens, if a file leaves the vocabulary to its tokenizer: Llama 3's
 _COUNT = 1 << 28
 # Whole numbers start at 0, but for these; -1 takes the ranks that are left.
 _LEAST = {"dp_shard": -1, "shard_size": -1} | dict.fromkeys(
-    ("tp", "pp", "cp", "ring", "ulysses", "ep", "dp_replicate", "microbatch", "batch"),
+    (
+        "tp",
+        "pp",
+        "cp",
+        "ring",
+        "ulysses",
+        "ep",
+        "dp_replicate",
+        "microbatch",
+        "batch",
+    ),
     1,
 )
 _SPARSE = re.compile(r"\[([01])\]\*(\d{1,5})")
-_REPEATED = re.compile(r"\(([^()*]{1,2000})\)\*(\d{1,4})|([a-zA-Z])\*(\d{1,4})")
+_REPEATED = re.compile(
+    r"\(([^()*]{1,2000})\)\*(\d{1,4})|([a-zA-Z])\*(\d{1,4})"
+)
 
 
 class Fault(NamedTuple):
@@ -76,12 +95,16 @@ class Reading:
     notes: tuple[str, ...]
 
 
-def read_trainer_file(path: str, name: str = "", given: Given = Given()) -> Reading:
+def read_trainer_file(
+    path: str, name: str = "", given: Given = Given()
+) -> Reading:
     """Read a trainer's file. Without a name, the keys of the file identify the trainer."""
     text = read_text(path, "trainer's file", LayoutError)
     format = SUFFIXES.get(Path(path).suffix, FLAGS)
     options = options_of(text, format, path)
-    trainer = trainer_named(name) if name else _trainer_of(options, format, path)
+    trainer = (
+        trainer_named(name) if name else _trainer_of(options, format, path)
+    )
     if trainer.format != format:
         raise LayoutError(
             f"{path}: {trainer.title} is configured by {_format(trainer.format)}, and this"
@@ -117,7 +140,9 @@ def _marked(options: Options, mark: str) -> bool:
     return any(key == mark or key.startswith(f"{mark}.") for key in options)
 
 
-def read_options(options: Options, trainer: Trainer, given: Given = Given()) -> Reading:
+def read_options(
+    options: Options, trainer: Trainer, given: Given = Given()
+) -> Reading:
     """The job that these options describe."""
     reader = _FileReader(options, trainer, given)
     job = reader.job()
@@ -134,16 +159,22 @@ def _plain(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).strip().lower()
-    return {"false": "no", "none": "no", "null": "no", "true": "yes"}.get(text, text)
+    return {"false": "no", "none": "no", "null": "no", "true": "yes"}.get(
+        text, text
+    )
 
 
 class _FileReader:
     """Reads one file."""
 
-    def __init__(self, options: Options, trainer: Trainer, given: Given) -> None:
+    def __init__(
+        self, options: Options, trainer: Trainer, given: Given
+    ) -> None:
         self.trainer, self.given = trainer, given
         # What the training script fills in, as transformers does.
-        self.left = [key for key, value in options.items() if same(value, "auto")]
+        self.left = [
+            key for key, value in options.items() if same(value, "auto")
+        ]
         self.options = {k: v for k, v in options.items() if k not in self.left}
         self.faults: list[Fault] = []
         self.notes: list[str] = []
@@ -154,7 +185,9 @@ class _FileReader:
         self.chosen = {group: self._choice(group) for group in trainer.words}
         self._note_others()
         self._note_left()
-        self.offload = [w for w in trainer.words["offload"] if self._made("offload", w)]
+        self.offload = [
+            w for w in trainer.words["offload"] if self._made("offload", w)
+        ]
 
     # ---- options
 
@@ -169,7 +202,9 @@ class _FileReader:
     def _number(self, name: str, value: Any, quantity: str) -> Any:
         if quantity in ("stage_layout", "sparse_blocks"):
             return value
-        if isinstance(value, list) and value:  # several words follow the option
+        if (
+            isinstance(value, list) and value
+        ):  # several words follow the option
             value = value[0]
         try:
             number = float(value)
@@ -196,7 +231,9 @@ class _FileReader:
         if value is False:
             return key in self.options and _plain(given) in ("no", "0")
         if isinstance(value, list):
-            return isinstance(given, list) and set(value) <= set(map(str, given))
+            return isinstance(given, list) and set(value) <= set(
+                map(str, given)
+            )
         if isinstance(given, list) and given:
             given = given[0]
         return given is not None and same(given, value)
@@ -220,10 +257,14 @@ class _FileReader:
 
     def _note_unmatched(self, group: str) -> None:
         """Notes the values of a group's options, if together they make none of its words."""
-        rows = [row for each in self.trainer.words[group].values() for row in each]
+        rows = [
+            row for each in self.trainer.words[group].values() for row in each
+        ]
         known = {**self.trainer.defaults, **self.options}
         keys = dict.fromkeys(key for row in rows for key in row)
-        values = [f"{key} {_shown(known[key])}" for key in keys if key in known]
+        values = [
+            f"{key} {_shown(known[key])}" for key in keys if key in known
+        ]
         known_values = self.trainer.values
         strange = any(
             not any(self._is(key, value) for value in known_values[key])
@@ -237,10 +278,17 @@ class _FileReader:
     def _note_others(self) -> None:
         """Note options whose value has no word in a layout."""
         known = self.trainer.values
-        numbers = {name for names in self.trainer.read.values() for name in names}
+        numbers = {
+            name for names in self.trainer.read.values() for name in names
+        }
         for key, given in self.options.items():
             values = known.get(key)
-            if not values or key in numbers or same(given, "no") or given in ("", []):
+            if (
+                not values
+                or key in numbers
+                or same(given, "no")
+                or given in ("", [])
+            ):
                 continue
             if key in self.unmatched:
                 continue
@@ -262,7 +310,9 @@ class _FileReader:
             self._note(f"The training script decides {', '.join(names)}.")
         rows = self.trainer.words["precision"][BF16]
         keys = {key for row in rows for key in row}
-        if self.chosen["precision"] in ("", FP32) and not keys.isdisjoint(self.left):
+        if self.chosen["precision"] in ("", FP32) and not keys.isdisjoint(
+            self.left
+        ):
             self.chosen["precision"] = BF16
             self._note("bf16 is assumed.")
 
@@ -306,12 +356,20 @@ class _FileReader:
         self.cp = self.of("cp", ring * ulysses)
         self.copy = self.tp * self.pp * self.cp
         self.batch = self.of("batch", 0)
-        self.ranks = self.of("ranks", 0) or self.of("nodes", 0) * self.of("per_node", 0)
-        named = self.trainer.key("ranks" if "ranks" in self.numbers else "nodes")
+        self.ranks = self.of("ranks", 0) or self.of("nodes", 0) * self.of(
+            "per_node", 0
+        )
+        named = self.trainer.key(
+            "ranks" if "ranks" in self.numbers else "nodes"
+        )
         given = self.given.ranks
         if given and self.ranks and given != self.ranks:
-            what = f"starts {self.ranks:,} ranks, and the cluster has {given:,}"
-            self.faults.append(Fault(named, what, "one rank runs on each device"))
+            what = (
+                f"starts {self.ranks:,} ranks, and the cluster has {given:,}"
+            )
+            self.faults.append(
+                Fault(named, what, "one rank runs on each device")
+            )
         self.ranks = self.ranks or given or self._ranks_of_batch()
         if not self.ranks:
             data = max(self.of("data", 1), 1) * self.of("dp_replicate")
@@ -376,7 +434,12 @@ class _FileReader:
         group, etp = self.of("ep"), self.of("etp", self.tp)
         if self.shape is None or not self.shape.experts or group == 1:
             given = self.trainer.key("etp") in self.options
-            if given and self.tp > 1 and self.shape is not None and self.shape.experts:
+            if (
+                given
+                and self.tp > 1
+                and self.shape is not None
+                and self.shape.experts
+            ):
                 self._note_whole_experts(etp)
             return 1
         shared, rest = [], group
@@ -384,7 +447,9 @@ class _FileReader:
             shared, rest = ["tp"], group // self.tp
         if self.cp > 1 and rest > 1:
             shared, rest = [*shared, "cp"], rest // self.cp
-        inside = math.prod({"tp": self.tp, "cp": self.cp}[axis] for axis in shared)
+        inside = math.prod(
+            {"tp": self.tp, "cp": self.cp}[axis] for axis in shared
+        )
         if rest < 1 or group != inside * rest or data % rest:
             what = f"{group} ranks share experts, with {inside} of tp and cp inside"
             rule = "here they are all ranks of tp and cp, times a part of dp"
@@ -469,7 +534,9 @@ class _FileReader:
         if steps and not each:
             return steps
         if not each and self.given.model is not None:
-            self._note("A microbatch of one sequence is assumed. Add --microbatches.")
+            self._note(
+                "A microbatch of one sequence is assumed. Add --microbatches."
+            )
         return max(self.batch // (max(each, 1) * data), 1)
 
     def _local_batches(self, data: int) -> int:
@@ -495,7 +562,9 @@ class _FileReader:
         if len(blocks) != layout.virtual_stages or sum(blocks) != shape.layers:
             what = f"{len(blocks)} stages of {sum(blocks)} layers"
             rule = f"the model has {shape.layers} on {layout.virtual_stages} stages"
-            self.faults.append(Fault(self.trainer.key("stage_layout"), what, rule))
+            self.faults.append(
+                Fault(self.trainer.key("stage_layout"), what, rule)
+            )
             return layout
         with suppress(LayoutError):
             if blocks == blocks_of_stages(layout, shape):
@@ -524,9 +593,7 @@ class _FileReader:
         if self.given.model is not None:
             return self._as_long(self.given.model)
         if self.trainer.models:
-            name = (
-                f"{self.options.get('model.name')} {self.options.get('model.flavor')}"
-            )
+            name = f"{self.options.get('model.name')} {self.options.get('model.flavor')}"
             if known := self.trainer.models.get(name):
                 return self._as_long(shipped(known))
         if not all(self.of(name, 0) for name in ("layers", "hidden", "heads")):
@@ -631,8 +698,15 @@ class _FileReader:
 
     def _known(self, job: Job) -> dict[str, int]:
         layout = job.layout
-        whole = {k: v for k, v in self.numbers.items() if isinstance(v, int) and v}
-        derived = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ranks": self.ranks}
+        whole = {
+            k: v for k, v in self.numbers.items() if isinstance(v, int) and v
+        }
+        derived = {
+            "tp": self.tp,
+            "pp": self.pp,
+            "cp": self.cp,
+            "ranks": self.ranks,
+        }
         derived |= {"cp_twice": 2 if self.cp > 1 else 1, "batch": self.batch}
         derived["data"] = max(self.ranks // self.copy, 1)
         if layout.chunks > 1:
@@ -649,7 +723,9 @@ class _FileReader:
     def _divides(self, rule: Rule, values: Mapping[str, int]) -> None:
         terms = rule.terms
         whole, parts = values.get(terms["what"], 0), terms["by"]
-        unless = any(self.numbers.get(name) for name in terms.get("unless", ()))
+        unless = any(
+            self.numbers.get(name) for name in terms.get("unless", ())
+        )
         if (
             not whole
             or unless
@@ -661,12 +737,16 @@ class _FileReader:
             return
         shown = " x ".join(
             f"{name} {value}"
-            for name, value in zip(map(self.trainer.key, parts), each, strict=True)
+            for name, value in zip(
+                map(self.trainer.key, parts), each, strict=True
+            )
             if value > 1
         )
         shown = shown.replace("cp_twice 2", "2")
         what = f"{whole:,} is no multiple of {shown}"
-        self.faults.append(Fault(self.trainer.key(terms["what"]), what, rule.text))
+        self.faults.append(
+            Fault(self.trainer.key(terms["what"]), what, rule.text)
+        )
 
     def _equals(self, rule: Rule, values: Mapping[str, int]) -> None:
         terms = rule.terms
@@ -675,7 +755,9 @@ class _FileReader:
             return
         names = [name for name in terms["product"] if values.get(name, 1) > 0]
         left_open = len(names) < len(terms["product"])
-        missing = {"microbatch", "accumulation", "dataset_sequence"} & set(names)
+        missing = {"microbatch", "accumulation", "dataset_sequence"} & set(
+            names
+        )
         if left_open or any(not values.get(name) for name in missing):
             return
         whole = values.get(terms["what"], 0)
@@ -709,24 +791,32 @@ class _FileReader:
         if any_of and not any(self._is(name, True) for name in any_of):
             lacking.append(any_of[0])
         against += [
-            name for name in terms.get("without_any", ()) if name in self.options
+            name
+            for name in terms.get("without_any", ())
+            if name in self.options
         ]
         above = terms.get("above_one")
         if above and values.get(above, 1) < 2:
             lacking.append(f"{self.trainer.key(above)} above 1")
         if lacking:
-            self.faults.append(Fault(key, f"needs {', '.join(lacking)}", rule.text))
+            self.faults.append(
+                Fault(key, f"needs {', '.join(lacking)}", rule.text)
+            )
         if against:
             what = f"does not go with {', '.join(against)}"
             self.faults.append(Fault(key, what, rule.text))
 
-    def _cause(self, terms: Mapping[str, Any], values: Mapping[str, int]) -> str:
+    def _cause(
+        self, terms: Mapping[str, Any], values: Mapping[str, int]
+    ) -> str:
         """The option that makes a rule apply; "" if it does not apply."""
         for key, value in terms.get("if", {}).items():
             return key if key in self.options and self._is(key, value) else ""
         for key in terms.get("if_any", ()):
             given = self.options.get(key)
-            off = given is None or same(given, terms.get("unless_value", "off"))
+            off = given is None or same(
+                given, terms.get("unless_value", "off")
+            )
             if not off:
                 return str(key)
         above = terms.get("if_above_one", ())
@@ -764,7 +854,8 @@ def blocks_of_text(text: Any) -> tuple[int, ...]:
     plain = str(text).replace(",", "").replace(" ", "")
     for _ in range(8):
         plain, found = _REPEATED.subn(
-            lambda match: (match[1] or match[3]) * int(match[2] or match[4]), plain
+            lambda match: (match[1] or match[3]) * int(match[2] or match[4]),
+            plain,
         )
         if not found or len(plain) > 100_000:
             break

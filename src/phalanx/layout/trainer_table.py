@@ -49,7 +49,9 @@ class Trainer:
     written: Mapping[str, str] = field(default_factory=dict)
     read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: Options = field(default_factory=dict)
-    words: Mapping[str, Mapping[str, tuple[Options, ...]]] = field(default_factory=dict)
+    words: Mapping[str, Mapping[str, tuple[Options, ...]]] = field(
+        default_factory=dict
+    )
     near: Mapping[str, str] = field(default_factory=dict)
     cannot: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +91,10 @@ class Trainer:
         for row in rows:
             for key, value in row.items():
                 found.setdefault(key, []).append(value)
-        plain = {key: [x for x in each if x is not True] for key, each in found.items()}
+        plain = {
+            key: [x for x in each if x is not True]
+            for key, each in found.items()
+        }
         return {
             key: values
             for key, values in plain.items()
@@ -100,7 +105,9 @@ class Trainer:
     def without(self) -> frozenset[str]:
         """The ways to split a model that its files cannot express."""
         named = {way for way in ("tp", "pp", "ep") if way in self.written}
-        named |= {way for way in ("ring", "ulysses") if way in self.words["cp"]}
+        named |= {
+            way for way in ("ring", "ulysses") if way in self.words["cp"]
+        }
         named |= {"seq"} if "seq" in self.words["seq"] else set()
         return frozenset({"tp", "pp", "ep", "ring", "ulysses", "seq"} - named)
 
@@ -122,19 +129,27 @@ def _rules(rows: list[dict[str, Any]]) -> tuple[Rule, ...]:
 
 
 def _trainer(name: str, row: dict[str, Any]) -> Trainer:
-    numbers = {quantity: text.split() for quantity, text in row.pop("numbers").items()}
+    numbers = {
+        quantity: text.split() for quantity, text in row.pop("numbers").items()
+    }
     words = {
         group: {word: tuple(options) for word, options in choices.items()}
         for group, choices in row.pop("words").items()
     }
     rules: dict[str, Any] = {
-        kind: _rules(row.pop(kind, [])) for kind in ("divides", "equals", "needs")
+        kind: _rules(row.pop(kind, []))
+        for kind in ("divides", "equals", "needs")
     }
     return Trainer(
         name=name,
         known_by=tuple(row.pop("known_by")),
-        written={q: names[0] for q, names in numbers.items() if names[0][0] != "+"},
-        read={q: tuple(x.lstrip("+") for x in names) for q, names in numbers.items()},
+        written={
+            q: names[0] for q, names in numbers.items() if names[0][0] != "+"
+        },
+        read={
+            q: tuple(x.lstrip("+") for x in names)
+            for q, names in numbers.items()
+        },
         words=words,
         **rules,
         **row,
@@ -144,8 +159,12 @@ def _trainer(name: str, row: dict[str, Any]) -> Trainer:
 @cache
 def trainers() -> Mapping[str, Trainer]:
     """All trainers of the table, by name."""
-    text = Path(__file__).with_name("trainers.toml").read_text(encoding="utf-8")
-    return {name: _trainer(name, row) for name, row in tomllib.loads(text).items()}
+    text = (
+        Path(__file__).with_name("trainers.toml").read_text(encoding="utf-8")
+    )
+    return {
+        name: _trainer(name, row) for name, row in tomllib.loads(text).items()
+    }
 
 
 def trainer_named(name: str) -> Trainer:

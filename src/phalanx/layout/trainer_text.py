@@ -20,7 +20,9 @@ from .trainer_table import FLAGS, JSON, TOML, YAML, Options
 
 SUFFIXES = {".toml": TOML, ".json": JSON, ".yaml": YAML, ".yml": YAML}
 _ENTRIES = 20_000  # in a nested file: one YAML alias may expand to very many
-_ASSIGNED = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)")
+_ASSIGNED = re.compile(
+    r"\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)"
+)
 _NAME = r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})"
 _SUM = re.compile(r"\$\(\(([\w\s+*/()-]{1,200})\)\)")
 _FLAG = re.compile(r"--?[A-Za-z]")
@@ -41,7 +43,9 @@ def options_of(text: str, format: str, where: str) -> dict[str, Any]:
     else:
         nested = _yaml(text, where)
     if not isinstance(nested, Mapping):
-        raise LayoutError(f"{where} is no table of options. Name a trainer's own file.")
+        raise LayoutError(
+            f"{where} is no table of options. Name a trainer's own file."
+        )
     found: dict[str, Any] = {}
     for key, value in _flat(nested, "", where, 0):
         found[key] = value
@@ -73,7 +77,9 @@ def _yaml(text: str, where: str) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = (
+            str(error).splitlines()[0] if str(error) else type(error).__name__
+        )
         raise LayoutError(f"{where} is not plain YAML: {what}.") from None
 
 
@@ -87,7 +93,9 @@ def _flags(text: str) -> dict[str, Any]:
         if assigned and not assigned[2].lstrip().startswith("("):
             values[assigned[1]] = " ".join(_words(assigned[2]))
         # Options may be in a list, a string, or the command itself.
-        found |= _arguments([part for word in _words(line) for part in word.split()])
+        found |= _arguments(
+            [part for word in _words(line) for part in word.split()]
+        )
     return found
 
 
@@ -96,7 +104,9 @@ def _words(line: str) -> list[str]:
         return shlex.split(line, comments=True)
     except ValueError:  # a string that continues in the next line
         plain = re.sub(r"[\"']", " ", line)
-        return [word for word in plain.partition(" #")[0].split() if word != "#"]
+        return [
+            word for word in plain.partition(" #")[0].split() if word != "#"
+        ]
 
 
 def _filled(line: str, values: Mapping[str, str]) -> str:
@@ -118,7 +128,9 @@ def _filled(line: str, values: Mapping[str, str]) -> str:
 
 def _sum(match: re.Match[str], values: Mapping[str, str]) -> str:
     """The value of $((...)): products and quotients from left to right, then sums."""
-    terms = re.sub(r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), match[1])
+    terms = re.sub(
+        r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), match[1]
+    )
     if not re.fullmatch(r"\s*-?\d{1,12}(\s*[-+*/]\s*\d{1,12})*\s*", terms):
         return match[0]
     total = 0
@@ -148,7 +160,11 @@ def _arguments(words: list[str]) -> dict[str, Any]:
         if name:
             found[name] = values[0] if len(values) == 1 else values or True
         flag, equals, value = word.partition("=")
-        name = flag.replace("_", "-") if flag.startswith("--") and flag != "--" else ""
+        name = (
+            flag.replace("_", "-")
+            if flag.startswith("--") and flag != "--"
+            else ""
+        )
         values = [value] if equals else []
     return found
 

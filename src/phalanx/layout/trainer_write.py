@@ -17,7 +17,16 @@ from .trainer_table import WAYS, Options, Trainer
 from .trainer_text import text_of
 
 # Groups of a model's choices, which trainers without model sizes do not have.
-_MODEL = ("norm", "rope", "mlp", "output", "bias", "qk_norm", "latent", "grouped")
+_MODEL = (
+    "norm",
+    "rope",
+    "mlp",
+    "output",
+    "bias",
+    "qk_norm",
+    "latent",
+    "grouped",
+)
 # Choices that need no option in a trainer that has none for the group.
 _PLAIN = {"compile": "no compile", "recompute": "none", "seq": "no seq"}
 
@@ -71,21 +80,27 @@ def written(job: Job, trainer: Trainer) -> Written:
     )
 
 
-def can_say(layout: Layout, shape: Shape, trainer: Trainer, batch: int) -> bool:
+def can_say(
+    layout: Layout, shape: Shape, trainer: Trainer, batch: int
+) -> bool:
     """True if a trainer has options for the whole layout."""
     job = Job(layout, shape, batch, shape.sequence)
     writer = _FileWriter(job, trainer)
     writer.write()
     if writer.unsaid:
         return False
-    back = read_options(writer.options, trainer, Given(layout.ranks, model=shape))
+    back = read_options(
+        writer.options, trainer, Given(layout.ranks, model=shape)
+    )
     return not any(True for _ in _differences(job, back))
 
 
 def _differences(job: Job, back: Reading) -> Iterator[str]:
     """Sentences about differences in a file that was read back."""
     trainer = back.trainer
-    yield from (f"{trainer.title} refuses this: {fault}" for fault in back.faults)
+    yield from (
+        f"{trainer.title} refuses this: {fault}" for fault in back.faults
+    )
     ours, theirs = job.layout, back.job.layout
     if "accumulation" in trainer.elsewhere:
         theirs = replace(theirs, microbatches=ours.microbatches)
@@ -140,7 +155,9 @@ class _FileWriter:
         named = {"dp_replicate", "replicas"} & self.trainer.written.keys()
         by_size = zero == 3 and "shard_size" in self.trainer.written
         if "replicas" in values and not named and not by_size:
-            size = f"dp{values['dp_replicate']}x{values['shard_size']} zero{zero}"
+            size = (
+                f"dp{values['dp_replicate']}x{values['shard_size']} zero{zero}"
+            )
             self.unsaid.append(
                 f"{size}: {self.trainer.title} has no option for replicas of shards"
                 f"{' but with zero3' if 'shard_size' in self.trainer.written else ''}."
@@ -195,12 +212,18 @@ class _FileWriter:
         if group in _MODEL and not self.trainer.sized:
             return
         rows = (known or {}).get(word)
-        shown = word if ":" in word or group in ("zero", "seq", "precision") else ""
+        shown = (
+            word
+            if ":" in word or group in ("zero", "seq", "precision")
+            else ""
+        )
         shown = shown or (
             f"{group}:{word}" if group not in ("schedule", "compile") else word
         )
         if rows is None:
-            self.unsaid.append(f"{shown}: {self.trainer.refusal(group, word)}.")
+            self.unsaid.append(
+                f"{shown}: {self.trainer.refusal(group, word)}."
+            )
             return
         row = next((row for row in rows if not self._clashes(row)), None)
         if row is None:

@@ -24,10 +24,13 @@ _IN_TEXT = re.compile(rf"""{_BEGIN}([^\s"'<>\\]+)""")
 _ANYWHERE = re.compile(rf"{_BEGIN}(.+)", re.DOTALL)
 _QUERY = re.compile(r"([?&#;])([^=&#;?]*)=([^&#;]*)")
 _SECRET_NAME = re.compile(
-    r"token|secret|passw|pwd|sig|credential|key|auth|sas|session|jwt", re.IGNORECASE
+    r"token|secret|passw|pwd|sig|credential|key|auth|sas|session|jwt",
+    re.IGNORECASE,
 )
 # A value that looks like a key, whatever its name.
-_SECRET_VALUE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/_=.%~-]{24,}")
+_SECRET_VALUE = re.compile(
+    r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/_=.%~-]{24,}"
+)
 # These end the host for the library that splits a URL, or it refuses them.
 _UNSAFE = re.compile(r"[/?#\[\]]")
 
@@ -149,7 +152,10 @@ class Url(str):
         if password is None:
             return self._filled(str(self)), {}
         secret = self._filled(password)
-        begin, end = self._filled(f"{scheme}{separator}{user}"), self._filled(after)
+        begin, end = (
+            self._filled(f"{scheme}{separator}{user}"),
+            self._filled(after),
+        )
         if _UNSAFE.search(secret):
             return f"{begin}@{end}", {"password": secret}
         return f"{begin}:{secret}@{end}", {}
@@ -165,7 +171,8 @@ class Url(str):
         """The value of each variable that the URL refers to, or ""."""
         names = dict.fromkeys(_REFERENCE.findall(self))
         return {
-            name: self.secrets.get(name) or os.environ.get(name, "") for name in names
+            name: self.secrets.get(name) or os.environ.get(name, "")
+            for name in names
         }
 
     def _filled(self, text: str) -> str:

@@ -6,7 +6,13 @@ a model's pieces and the names of its weights' dims.
 
 from . import decoder, mlp
 from .attention import Attention, Core
-from .decoder import Decoder, ExpertBlock, ExpertsPart, MergingPart, RoutingPart
+from .decoder import (
+    Decoder,
+    ExpertBlock,
+    ExpertsPart,
+    MergingPart,
+    RoutingPart,
+)
 from .experts import ExpertMlps, ExpertProducts, Merge, Router, Spread
 from .lora import LoraLinear, adapt, draw_lora
 from .loss import IGNORED, token_loss

@@ -58,14 +58,24 @@ class Core(nn.Module):
         # them.
         documents = None if q.is_meta else documents
         window = self.window if self.window < q.shape[1] else 0
-        if documents is not None or sinks is not None or window or self.softcap:
+        if (
+            documents is not None
+            or sinks is not None
+            or window
+            or self.softcap
+        ):
             return attention(q, k, v, documents, sinks, window, self.softcap)
         grouped = q.shape[2] != k.shape[2]
-        if grouped and q.dtype not in HALVES and q.device.type not in ("cpu", "meta"):
+        if (
+            grouped
+            and q.dtype not in HALVES
+            and q.device.type not in ("cpu", "meta")
+        ):
             # A GPU's float32 kernel takes no groups, and its fallback keeps the whole
             # score matrix.
             k, v = (
-                each.repeat_interleave(q.shape[2] // k.shape[2], 2) for each in (k, v)
+                each.repeat_interleave(q.shape[2] // k.shape[2], 2)
+                for each in (k, v)
             )
             grouped = False
         # (B, heads, T, head_dim) or (B, kv_heads, T, head_dim), as torch's kernels
@@ -73,7 +83,9 @@ class Core(nn.Module):
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=grouped
+        )
         return y.transpose(1, 2)  # (B, T, heads, head_dim)
 
 
@@ -87,7 +99,9 @@ class HeadsAttention(nn.Module, ABC):
     heads: Tensor
     wo: nn.Linear
 
-    def __init__(self, sizes: DecoderSizes, value_dim: int, window: int) -> None:
+    def __init__(
+        self, sizes: DecoderSizes, value_dim: int, window: int
+    ) -> None:
         super().__init__()
         self.value_dim, self._heads = value_dim, sizes.heads
         self.rope, self.rope_pairs = sizes.rope(window), sizes.rope_pairs
@@ -98,8 +112,12 @@ class HeadsAttention(nn.Module, ABC):
         self.wo = nn.Linear(
             sizes.heads * value_dim, sizes.hidden, bias=sizes.bias == "all"
         )
-        self.sinks = nn.Parameter(torch.zeros(sizes.heads)) if sizes.sinks else None
-        self.register_buffer("heads", torch.arange(sizes.heads), persistent=False)
+        self.sinks = (
+            nn.Parameter(torch.zeros(sizes.heads)) if sizes.sinks else None
+        )
+        self.register_buffer(
+            "heads", torch.arange(sizes.heads), persistent=False
+        )
 
     @abstractmethod
     def projected(
@@ -121,8 +139,12 @@ class HeadsAttention(nn.Module, ABC):
         # without padding, (B, T, heads * value_dim)
         y = y[..., : self.value_dim].flatten(2)
         if noise is not None:
-            feature = torch.arange(self.value_dim, device=x.device)  # (value_dim)
-            index = (self.heads.unsqueeze(-1) * self.value_dim + feature).flatten()
+            feature = torch.arange(
+                self.value_dim, device=x.device
+            )  # (value_dim)
+            index = (
+                self.heads.unsqueeze(-1) * self.value_dim + feature
+            ).flatten()
             # index: (heads * value_dim), feature numbers of the unsharded model
             y = self.dropout(y, noise, index)
         out: Tensor = self.wo(y)  # (B, T, hidden)
@@ -156,9 +178,16 @@ class Attention(HeadsAttention):
         # query scalar.
         scalar = sizes.query_scalar or sizes.head_dim
         self.query_scale = math.sqrt(sizes.head_dim / scalar)
-        wide, narrow = sizes.heads * self.head_dim, sizes.kv_heads * self.head_dim
+        wide, narrow = (
+            sizes.heads * self.head_dim,
+            sizes.kv_heads * self.head_dim,
+        )
         linear = partial(nn.Linear, sizes.hidden, bias=sizes.bias != "none")
-        self.wq, self.wk, self.wv = linear(wide), linear(narrow), linear(narrow)
+        self.wq, self.wk, self.wv = (
+            linear(wide),
+            linear(narrow),
+            linear(narrow),
+        )
         kind = "rms" if sizes.norm == "layer" else sizes.norm
         norm = partial(norm_of, kind, eps=sizes.eps)
         over_all = sizes.qk_norm and sizes.qk_norm_wide
@@ -206,12 +235,21 @@ class LatentAttention(HeadsAttention):
         # The core's head size. It divides by the square root of this, so `query_scale`
         # corrects for it.
         self.size = max(self.head_dim, self.value_dim)
-        self.query_scale = math.sqrt(self.size / (sizes.query_scalar or self.head_dim))
-        linear, norm = partial(nn.Linear, bias=False), partial(RMSNorm, eps=LATENT_EPS)
-        self.wq: Any = None if q_latent else linear(hidden, heads * self.head_dim)
+        self.query_scale = math.sqrt(
+            self.size / (sizes.query_scalar or self.head_dim)
+        )
+        linear, norm = (
+            partial(nn.Linear, bias=False),
+            partial(RMSNorm, eps=LATENT_EPS),
+        )
+        self.wq: Any = (
+            None if q_latent else linear(hidden, heads * self.head_dim)
+        )
         self.wq_a: Any = linear(hidden, q_latent) if q_latent else None
         self.q_a_norm: Any = norm(q_latent) if q_latent else None
-        self.wq_b: Any = linear(q_latent, heads * self.head_dim) if q_latent else None
+        self.wq_b: Any = (
+            linear(q_latent, heads * self.head_dim) if q_latent else None
+        )
         # the latent vector, and the keys' shared rotated features
         self.wkv_a = linear(hidden, self.kv_latent + self.rope_dim)
         self.kv_a_norm = norm(self.kv_latent)

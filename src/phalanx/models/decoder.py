@@ -93,7 +93,9 @@ class Mlp(nn.Module):
                 else F.gelu(wide, approximate="tanh")
             )
         else:
-            wide = gated(self.gate(x), self.up(x), self.activation)  # (B, T, ffn)
+            wide = gated(
+                self.gate(x), self.up(x), self.activation
+            )  # (B, T, ffn)
         y: Tensor = self.down(wide)  # (B, T, hidden)
         return y
 
@@ -131,7 +133,11 @@ class Block(NumberedPart):
     """
 
     def __init__(
-        self, piece: int, attn: HeadsAttention, mlp: nn.Module, sizes: DecoderSizes
+        self,
+        piece: int,
+        attn: HeadsAttention,
+        mlp: nn.Module,
+        sizes: DecoderSizes,
     ) -> None:
         super().__init__(piece)
         norm = partial(norm_of, sizes.norm, sizes.hidden, sizes.eps)
@@ -207,7 +213,10 @@ class BlockWithLosses(NumberedPart):
             block.mlp_post_norm,
         )
         self.attn, self.mlp = block.attn, block.mlp
-        self.attn_dropout, self.mlp_dropout = block.attn_dropout, block.mlp_dropout
+        self.attn_dropout, self.mlp_dropout = (
+            block.attn_dropout,
+            block.mlp_dropout,
+        )
 
     @property
     def loss_router(self) -> Router:
@@ -323,8 +332,12 @@ def _attend(
 ) -> Tensor:
     """The first half of a block: attention and its residual connection."""
     # (B, T, hidden); with `seq`, x holds this rank's part of the time dim
-    a = block.attn(_through(block.attn_norm, x), positions, documents, noise, angles)
-    y: Tensor = x + block.attn_dropout(_through(block.attn_post_norm, a), noise)
+    a = block.attn(
+        _through(block.attn_norm, x), positions, documents, noise, angles
+    )
+    y: Tensor = x + block.attn_dropout(
+        _through(block.attn_post_norm, a), noise
+    )
     return y
 
 
@@ -343,12 +356,18 @@ class Embed(nn.Module):
     """Token embeddings times `scale`, plus learned position embeddings, if any."""
 
     def __init__(
-        self, vocab: int, hidden: int, sequence: int | None = None, scale: float = 1.0
+        self,
+        vocab: int,
+        hidden: int,
+        sequence: int | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.scale = scale
         self.tokens = nn.Embedding(vocab, hidden)
-        self.positions = None if sequence is None else nn.Embedding(sequence, hidden)
+        self.positions = (
+            None if sequence is None else nn.Embedding(sequence, hidden)
+        )
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)  # (B, T) becomes (B, T, hidden)
@@ -376,7 +395,9 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         y: Tensor = self.output(self.norm(x))  # (B, T, vocab)
-        return self.softcap * torch.tanh(y / self.softcap) if self.softcap else y
+        return (
+            self.softcap * torch.tanh(y / self.softcap) if self.softcap else y
+        )
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.loss(self.logits(x), targets)
@@ -405,7 +426,9 @@ class Decoder(nn.Module):
         self._depth, self._plus_one = of.layers, of.norm == "rms1"
         learned = of.sequence if of.positions == "learned" else None
         self.embed = Embed(of.vocab, of.hidden, learned, of.embed_scale)
-        self.layers = nn.ModuleList(_block(of, piece) for piece in range(of.layers))
+        self.layers = nn.ModuleList(
+            _block(of, piece) for piece in range(of.layers)
+        )
         norm = norm_of(of.norm, of.hidden, of.eps)
         self.head = Head(of.hidden, of.vocab, norm, of.logit_softcap)
         if of.tied:
@@ -421,25 +444,34 @@ class Decoder(nn.Module):
             time = torch.arange(tokens.shape[1], device=tokens.device)
             shared["positions"] = time.expand_as(tokens)
         x = self.embed(tokens, shared["positions"])  # (B, T, hidden)
-        shared |= {name: make(shared, x.dtype) for name, make in self.derived.items()}
+        shared |= {
+            name: make(shared, x.dtype) for name, make in self.derived.items()
+        }
         for block in self.layers:
             x = block(x, **shared)
         loss: Tensor = self.head(x, targets)  # scalar: a sum over tokens
         return loss
 
     @property
-    def derived(self) -> dict[str, Callable[[Mapping[str, Any], torch.dtype], Tensor]]:
+    def derived(
+        self,
+    ) -> dict[str, Callable[[Mapping[str, Any], torch.dtype], Tensor]]:
         """Tensors for all blocks derived from a batch: names and their functions."""
         return {"angles": self.angles} if self._sizes.ropes else {}
 
     def angles(self, batch: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
         """A batch's rotary angles for activations of this dtype."""
         sizes = self._sizes
-        return shared_angles(sizes.ropes, batch["positions"], sizes.turned_dim, dtype)
+        return shared_angles(
+            sizes.ropes, batch["positions"], sizes.turned_dim, dtype
+        )
 
     @torch.no_grad()
     def draw(
-        self, name: str, weight: Tensor, generator: torch.Generator | None = None
+        self,
+        name: str,
+        weight: Tensor,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Fill a weight, or a part of it, with initial values like GPT-2's.
 
@@ -453,8 +485,12 @@ class Decoder(nn.Module):
         else:
             # Each block adds twice to the residual stream. This keeps the stream's
             # variance constant in depth.
-            into_residual = name.endswith(("wo.weight", "down.weight", "routed.down"))
-            spread = 0.02 / math.sqrt(2 * self._depth) if into_residual else 0.02
+            into_residual = name.endswith(
+                ("wo.weight", "down.weight", "routed.down")
+            )
+            spread = (
+                0.02 / math.sqrt(2 * self._depth) if into_residual else 0.02
+            )
             weight.normal_(0.0, spread, generator=generator)
 
 
@@ -465,8 +501,12 @@ def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
     times head_dim), head (one head's features, shared by all heads), ffn, position.
     Lines that match no name are left out.
     """
-    blocks = tuple((f"layers.{n}", block) for n, block in enumerate(model.layers))
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    blocks = tuple(
+        (f"layers.{n}", block) for n, block in enumerate(model.layers)
+    )
+    names = [
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    ]
     names += [name for name, _ in model.named_buffers()]
     lines = [
         line

@@ -28,7 +28,9 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
     return (
-        F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        F.silu(gate)
+        if activation == "silu"
+        else F.gelu(gate, approximate="tanh")
     ) * up
 
 
@@ -40,7 +42,9 @@ class _Counted(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gates: Tensor, bias: Tensor, excess: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(excess)
         return gates.view_as(gates)
 
@@ -105,13 +109,18 @@ class Router(nn.Module):
         self.normalized, self.scale = sizes.normalized, sizes.routed_scale
         self.groups, self.top_groups = sizes.expert_groups, sizes.top_groups
         # Factors of the losses: the per-sequence loss, the batch loss and the z-loss.
-        self.sequence_loss, self.batch_loss = sizes.sequence_loss, sizes.batch_loss
+        self.sequence_loss, self.batch_loss = (
+            sizes.sequence_loss,
+            sizes.batch_loss,
+        )
         self.z_loss = sizes.z_loss
         self.experts = sizes.experts
         self.tally: Tensor | None = None
         self.weight = nn.Parameter(torch.empty(sizes.experts, sizes.hidden))
         self.logit_bias = (
-            nn.Parameter(torch.empty(sizes.experts)) if sizes.bias == "all" else None
+            nn.Parameter(torch.empty(sizes.experts))
+            if sizes.bias == "all"
+            else None
         )
         self.bias = (
             nn.Parameter(torch.empty(sizes.experts))
@@ -127,7 +136,9 @@ class Router(nn.Module):
         """Route x (B, T, hidden); tokens that are not `valid` (B, T) do not count."""
         logits = self.logits(x)  # (B, T, experts)
         scores = self.scored(logits)  # (B, T, experts)
-        chosen = self.ranked(scores).topk(self.top_k, -1).indices  # (B, T, top_k)
+        chosen = (
+            self.ranked(scores).topk(self.top_k, -1).indices
+        )  # (B, T, top_k)
         # sent: (B, T, top_k), 1 for each choice that counts
         sent = (
             torch.ones_like(chosen)
@@ -135,7 +146,9 @@ class Router(nn.Module):
             else valid.unsqueeze(-1).expand_as(chosen)
         )
         if self.tally is not None:
-            self.tally.scatter_add_(0, chosen.flatten(), sent.flatten().to(torch.int64))
+            self.tally.scatter_add_(
+                0, chosen.flatten(), sent.flatten().to(torch.int64)
+            )
         gates = scores.gather(-1, chosen)  # (B, T, top_k)
         if self.normalized:
             gates = gates / gates.sum(-1, keepdim=True)
@@ -148,7 +161,9 @@ class Router(nn.Module):
         each = sent.new_zeros(len(x), len(self.weight))
         each.scatter_add_(1, chosen.flatten(1), sent.flatten(1))
         terms = (
-            self._terms(logits, scores, each, sent[..., 0]) if self.has_losses else {}
+            self._terms(logits, scores, each, sent[..., 0])
+            if self.has_losses
+            else {}
         )
         if not balances:
             return Routed(gates, chosen, terms)
@@ -172,7 +187,9 @@ class Router(nn.Module):
             )
             terms[SCORED] = (p * sent.unsqueeze(-1)).sum(1)  # (B, experts)
         if self.z_loss:
-            terms[SQUARED] = (logits.logsumexp(-1).square() * sent).sum()  # scalar
+            terms[SQUARED] = (
+                logits.logsumexp(-1).square() * sent
+            ).sum()  # scalar
         return terms
 
     def term_gradients(
@@ -205,10 +222,16 @@ class Router(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.logit_bias is None else self.logit_bias.to(wide)
-        return F.linear(x.to(wide), self.weight.to(wide), bias)  # (B, T, experts)
+        return F.linear(
+            x.to(wide), self.weight.to(wide), bias
+        )  # (B, T, experts)
 
     def scored(self, logits: Tensor) -> Tensor:
-        return logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        return (
+            logits.softmax(-1)
+            if self.scores == "softmax"
+            else logits.sigmoid()
+        )
 
     def ranked(self, scores: Tensor) -> Tensor:
         """The scores that decide the choice, without gradients.
@@ -216,7 +239,11 @@ class Router(nn.Module):
         With groups of experts, only the groups whose two best scores have the highest
         sums remain (DeepSeek-V3 2024, 2.1.2).
         """
-        ranked = scores if self.bias is None else scores + self.bias.to(scores.dtype)
+        ranked = (
+            scores
+            if self.bias is None
+            else scores + self.bias.to(scores.dtype)
+        )
         if self.groups == 1:
             return ranked.detach()
         # grouped: (B, T, groups, experts / groups)
@@ -227,7 +254,9 @@ class Router(nn.Module):
         left = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(
             -1, best, True
         )
-        return grouped.masked_fill(~left.unsqueeze(-1), -math.inf).view(scores.shape)
+        return grouped.masked_fill(~left.unsqueeze(-1), -math.inf).view(
+            scores.shape
+        )
 
 
 def loss_router(piece: nn.Module) -> Router | None:
@@ -279,7 +308,9 @@ class _Repeated(torch.autograd.Function):
         (order,) = ctx.saved_tensors
         # (rows * times, hidden), the copies of a row side by side
         copies = gradient.index_select(0, _inverse(order))
-        of_rows = copies.view(-1, ctx.times, copies.shape[-1])  # (rows, times, hidden)
+        of_rows = copies.view(
+            -1, ctx.times, copies.shape[-1]
+        )  # (rows, times, hidden)
         return of_rows.sum(1), None, None
 
 
@@ -314,7 +345,9 @@ class Merge(nn.Module):
     def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
         # each: (B, T, top_k, hidden)
         each = _ordered(y, _inverse(order)).view(*gates.shape, -1)
-        return (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)  # (B, T, hidden)
+        return (
+            (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)
+        )  # (B, T, hidden)
 
 
 class ExpertProducts(nn.Module):
@@ -328,14 +361,22 @@ class ExpertProducts(nn.Module):
         super().__init__()
         hidden, ffn, experts = sizes.hidden, sizes.expert_ffn, sizes.experts
         self.activation, self.ranks = sizes.activation, 1
-        self.product: Product = F.linear  # replaceable, for example by an fp8 matmul
+        self.product: Product = (
+            F.linear
+        )  # replaceable, for example by an fp8 matmul
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
         biases = sizes.bias == "all"
-        self.gate_bias = nn.Parameter(torch.empty(experts, ffn)) if biases else None
-        self.up_bias = nn.Parameter(torch.empty(experts, ffn)) if biases else None
-        self.down_bias = nn.Parameter(torch.empty(experts, hidden)) if biases else None
+        self.gate_bias = (
+            nn.Parameter(torch.empty(experts, ffn)) if biases else None
+        )
+        self.up_bias = (
+            nn.Parameter(torch.empty(experts, ffn)) if biases else None
+        )
+        self.down_bias = (
+            nn.Parameter(torch.empty(experts, hidden)) if biases else None
+        )
 
     def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The biases of gate, up and down, as this rank adds them."""
@@ -354,7 +395,9 @@ class ExpertProducts(nn.Module):
             counts.shape[0]
         )
         # runs: (n), each token's expert
-        runs = expert.repeat_interleave(counts.flatten(), output_size=len(tokens))
+        runs = expert.repeat_interleave(
+            counts.flatten(), output_size=len(tokens)
+        )
         order = runs.argsort(stable=True)
         y = self.on_sorted(_ordered(tokens, order), counts.sum(0))
         return _ordered(y, _inverse(order))
@@ -367,21 +410,31 @@ class ExpertProducts(nn.Module):
         plain, narrow = self.product is F.linear, tokens.dtype in HALVES
         # `grouped_mm` loads 16 bytes at once, so widths in 16 bits must be multiples of
         # 8.
-        if tokens.is_cuda and plain and narrow and not any(n % 8 for n in widths):
+        if (
+            tokens.is_cuda
+            and plain
+            and narrow
+            and not any(n % 8 for n in widths)
+        ):
             return self.grouped(tokens, counts)
         # Unbind at once: the gradient of `weight[e]` would have the size of all
         # experts.
         weights = (self.gate, self.up, self.down)
         parts: list[Any] = [x.unbind() for x in weights]
         parts += [
-            (x,) * len(self.up) if x is None else x.unbind() for x in self.biases()
+            (x,) * len(self.up) if x is None else x.unbind()
+            for x in self.biases()
         ]
         # `tolist` waits for a GPU: the lengths of the runs are read on the host.
         runs, product = torch.split(tokens, counts.tolist()), self.product
         return torch.cat(
             [
                 product(
-                    gated(product(run, g, gb), product(run, u, ub), self.activation),
+                    gated(
+                        product(run, g, gb),
+                        product(run, u, ub),
+                        self.activation,
+                    ),
                     d,
                     db,
                 )
@@ -398,7 +451,9 @@ class ExpertProducts(nn.Module):
             y = F.grouped_mm(x, weight.mT, offs=offsets)
             if bias is None:
                 return y
-            return y + bias.repeat_interleave(counts, 0, output_size=len(tokens))
+            return y + bias.repeat_interleave(
+                counts, 0, output_size=len(tokens)
+            )
 
         return self._by(product, tokens)
 
@@ -481,7 +536,9 @@ class Sending(nn.Module):
         beside = () if self.shared is None else ("shared",)
         return ("sent", "counts", "gates", "order", *beside)
 
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, valid: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return sorted tokens, tokens per expert, and gates and order for merging.
 
         Where they exist, also the output of the shared experts and the terms of the
@@ -490,5 +547,10 @@ class Sending(nn.Module):
         gates, chosen, terms = self.router(x, valid)
         tokens, gates, order, counts = self.spread(x, gates, chosen)
         beside = {} if self.shared is None else {"shared": self.shared(x)}
-        routes = {"sent": tokens, "counts": counts, "gates": gates, "order": order}
+        routes = {
+            "sent": tokens,
+            "counts": counts,
+            "gates": gates,
+            "order": order,
+        }
         return {**routes, **beside, **terms}

@@ -85,13 +85,17 @@ def all_gradients(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    into = own_gradients(gradient, (q, k, v), documents, out, lse, window, softcap)
+    into = own_gradients(
+        gradient, (q, k, v), documents, out, lse, window, softcap
+    )
     # A compiled graph relies on the strides of `_no_gradients`.
     dq, dk, dv = (x.contiguous() for x in into)
     return dq, dk, dv, sink_gradients(gradient, out, lse, sinks)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+) -> None:
     *tensors, ctx.window, ctx.softcap = inputs
     ctx.save_for_backward(*tensors, *output)
 
@@ -99,10 +103,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     op = torch.ops.phalanx.attention_gradients
     into = op(gradient, *ctx.saved_tensors, ctx.window, ctx.softcap)
-    return *into[:3], None, into[3] if ctx.needs_input_grad[4] else None, None, None
+    return (
+        *into[:3],
+        None,
+        into[3] if ctx.needs_input_grad[4] else None,
+        None,
+        None,
+    )
 
 
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def add_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Add a key per head to a result (B, T, heads, size) and log-sum-exp (B, T, heads).
 
     From these two, a backward computes the right gradients for all other keys.
@@ -172,7 +184,9 @@ def _own_blocks(
     # When only shapes are counted: as many keys as a row sees on average.
     if q.is_meta and window:
         seen = np.minimum(np.arange(before, keys) + 1, window).mean()
-        return [AttentionBlock(slice(None), slice(None), slice(0, math.ceil(seen)))]
+        return [
+            AttentionBlock(slice(None), slice(None), slice(0, math.ceil(seen)))
+        ]
     runs = [(slice(None), [0, keys])]
     if documents is not None:
         runs = []
@@ -198,7 +212,9 @@ def _own_blocks(
                     slice(start - before, stop - before),
                     (start - low, window or keys),
                 )
-                blocks.append(AttentionBlock(batch, rows, slice(low, stop), band=band))
+                blocks.append(
+                    AttentionBlock(batch, rows, slice(low, stop), band=band)
+                )
     return blocks
 
 
@@ -244,11 +260,14 @@ def own_gradients(
     plain = all(block.band is None for block in blocks)
     once = q.shape[1] == k.shape[1] and plain
     if once and len(blocks) == 1 and blocks[0].causal:
-        return attend_gradients(gradient, qkv, out, lse, blocks[0], softcap, whole=True)
+        return attend_gradients(
+            gradient, qkv, out, lse, blocks[0], softcap, whole=True
+        )
     # Each row is in one block, so its gradient is assigned. Keys shared by strips need
     # a sum in float32.
     into_q, *into_kv = (
-        _room(x) if once or x is q else torch.zeros_like(x, dtype=_wide(x)) for x in qkv
+        _room(x) if once or x is q else torch.zeros_like(x, dtype=_wide(x))
+        for x in qkv
     )
     for block in blocks:
         dq, *dkv = attend_gradients(gradient, qkv, out, lse, block, softcap)
@@ -266,14 +285,19 @@ def _by_lengths(
 ) -> bool:
     """True if one variable-length kernel handles all documents and their windows."""
     cut = documents is not None or window > 0
-    return cut and not softcap and q.shape[1] == k.shape[1] and _kernels(q) is FLASH
+    return (
+        cut
+        and not softcap
+        and q.shape[1] == k.shape[1]
+        and _kernels(q) is FLASH
+    )
 
 
 def _no_gradients(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
     sinks = given[4]
-    return *map(_room, given[:3]), gradient.new_empty(0) if sinks is None else _room(
-        sinks
-    )
+    return *map(_room, given[:3]), gradient.new_empty(
+        0
+    ) if sinks is None else _room(sinks)
 
 
 # A single operation for autograd, for recomputation and for compiled graphs, which
@@ -291,7 +315,9 @@ for _name, _function, _fake in (
     torch.library.define(_name, _schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(_name, "default", _function)
     torch.library.register_fake(_name, _fake)
-torch.library.register_autograd("phalanx::attention", _back, setup_context=_keep)
+torch.library.register_autograd(
+    "phalanx::attention", _back, setup_context=_keep
+)
 
 
 def _starts(documents: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
@@ -310,21 +336,31 @@ def _starts(documents: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
 def _starts_of(
     edges: list[list[int]], length: int, device: torch.device
 ) -> tuple[Tensor, int]:
-    flat = [row * length + t for row, own in enumerate(edges) for t in own[:-1]]
+    flat = [
+        row * length + t for row, own in enumerate(edges) for t in own[:-1]
+    ]
     flat.append(len(edges) * length)
     starts = torch.from_numpy(np.array(flat, np.int32))
-    return starts.to(device, non_blocking=True), max(b - a for a, b in pairwise(flat))
+    return starts.to(device, non_blocking=True), max(
+        b - a for a, b in pairwise(flat)
+    )
 
 
 def _within(window: int) -> dict[str, int]:
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    return (
+        {"window_size_left": window - 1, "window_size_right": 0}
+        if window
+        else {}
+    )
 
 
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor]:
     starts, longest = _starts(documents, q)
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]  # (B * T, heads, size)
+    flat = [
+        x.reshape(-1, *x.shape[2:]) for x in (q, k, v)
+    ]  # (B * T, heads, size)
     op = torch.ops.aten._flash_attention_forward
     ends = starts, starts, longest, longest
     # lse: (heads, tokens)
@@ -393,7 +429,9 @@ def attend_gradients(
     g, q, out, lse, k, v = _heads_first(block, (gradient, q, out, lse), (k, v))
     mask = _mask_of(block, q)
     own = _block_kernels(q, mask, softcap, whole=whole)
-    into = own.backward(g, (q, k, v), out, lse.contiguous(), block.causal, mask)
+    into = own.backward(
+        g, (q, k, v), out, lse.contiguous(), block.causal, mask
+    )
     return [x.transpose(1, 2) for x in into]
 
 
@@ -425,7 +463,9 @@ def _mask_of(block: AttentionBlock, q: Tensor) -> Tensor | None:
 Qkv = tuple[Tensor, Tensor, Tensor]
 Mask = Tensor | None
 Forward = Callable[[Tensor, Tensor, Tensor, bool, Mask], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Qkv, Tensor, Tensor, bool, Mask], Sequence[Tensor]]
+Backward = Callable[
+    [Tensor, Qkv, Tensor, Tensor, bool, Mask], Sequence[Tensor]
+]
 
 
 class Kernels(NamedTuple):
@@ -466,7 +506,10 @@ def _prefers_cudnn(device: torch.device) -> bool:
         return False
     cudnn: Any = torch.backends.cudnn  # its stubs are not typed
     version = cudnn.version() or 0
-    return version > 91500 and torch.cuda.get_device_capability(device) in CUDNN_FIRST
+    return (
+        version > 91500
+        and torch.cuda.get_device_capability(device) in CUDNN_FIRST
+    )
 
 
 def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
@@ -499,7 +542,9 @@ def _kernels_of(
     return EFFICIENT if dtype != torch.float64 and fits else PLAIN
 
 
-def _block_kernels(q: Tensor, mask: Mask, softcap: float, *, whole: bool) -> Kernels:
+def _block_kernels(
+    q: Tensor, mask: Mask, softcap: float, *, whole: bool
+) -> Kernels:
     if softcap:
         return _capped(softcap)
     if whole and q.shape[2] > 1 and _prefers_cudnn(q.device):
@@ -507,13 +552,17 @@ def _block_kernels(q: Tensor, mask: Mask, softcap: float, *, whole: bool) -> Ker
     return _kernels(q, mask)
 
 
-def kernel_names(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, str]:
+def kernel_names(
+    device: torch.device, dtype: torch.dtype, size: int
+) -> dict[str, str]:
     """The names of the kernels used for heads of this size, by the kind of mask."""
     lengths = _kernels_of(device, dtype, size)
     masked = _kernels_of(device, dtype, size, masked=True)
     flash = lengths is FLASH
     return {
-        "rows of one document": _kernels_of(device, dtype, size, whole=True).name,
+        "rows of one document": _kernels_of(
+            device, dtype, size, whole=True
+        ).name,
         "documents": f"{lengths.name} by lengths" if flash else lengths.name,
         "windows": f"{lengths.name} by lengths" if flash else masked.name,
         "soft caps": PLAIN.name,
@@ -532,7 +581,11 @@ def use_flash_3(device: torch.device) -> bool:
     hopper = device.type == "cuda" and not torch.version.hip
     hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
     activate = getattr(of_torch, "activate_flash_attention_impl", None)
-    if not hopper or activate is None or find_spec("flash_attn_interface") is None:
+    if (
+        not hopper
+        or activate is None
+        or find_spec("flash_attn_interface") is None
+    ):
         return False
     activate("FA3")
     return True
@@ -567,7 +620,9 @@ def _flash_back(
 ) -> Sequence[Tensor]:
     op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     ends = None, None, g.shape[2], qkv[1].shape[2]
-    into: Sequence[Tensor] = op(g, *qkv, out, lse, *ends, 0.0, causal, *_no_dropout(g))
+    into: Sequence[Tensor] = op(
+        g, *qkv, out, lse, *ends, 0.0, causal, *_no_dropout(g)
+    )
     return into
 
 
@@ -589,7 +644,16 @@ def _cudnn_back(
     )
     no_bias, ends = None, (None, None, g.shape[2], qkv[1].shape[2])
     into: Sequence[Tensor] = op(
-        g, *qkv, out, lse.unsqueeze(-1), seed, offset, no_bias, *ends, 0.0, causal
+        g,
+        *qkv,
+        out,
+        lse.unsqueeze(-1),
+        seed,
+        offset,
+        no_bias,
+        *ends,
+        0.0,
+        causal,
     )
     return into
 
@@ -606,10 +670,14 @@ def _efficient(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
 ) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))  # it takes no groups
+    k, v = (
+        x.repeat_interleave(groups, 1) for x in (k, v)
+    )  # it takes no groups
     op = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse = op(q, k, v, mask, True, 0.0, causal)[:2]
-    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
+    return out, lse[
+        ..., : q.shape[2]
+    ]  # the kernel pads it to a multiple of 32
 
 
 def _efficient_back(
@@ -626,17 +694,26 @@ def _efficient_back(
     wanted = [True, True, True, False]
     into = op(g, q, k, v, mask, out, lse, seed, offset, 0.0, wanted, causal)
     # the gradients of k and v, summed over the query heads that share each
-    return into[0], *(x.unflatten(1, (kv_heads, groups)).sum(2) for x in into[1:3])
+    return into[0], *(
+        x.unflatten(1, (kv_heads, groups)).sum(2) for x in into[1:3]
+    )
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    mask: Mask,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention by matmuls, in strips of queries that bound the score matrix."""
     parts = []
     for _, seen, scores in _strips(q, k, causal, mask, softcap):
         lse = scores.logsumexp(-1)  # (B, kv_heads, groups * rows)
-        out = (scores - lse.unsqueeze(-1)).exp_() @ v[:, :, :seen].to(scores.dtype)
+        out = (scores - lse.unsqueeze(-1)).exp_() @ v[:, :, :seen].to(
+            scores.dtype
+        )
         shape = *q.shape[:2], -1
         # from heads folded into rows to (B, heads, rows, size) and (B, heads, rows)
         out = out.view(*shape, q.shape[3]).to(q.dtype)
@@ -660,7 +737,8 @@ def _plain_back(
         own, wide = q[:, :, rows], scores.dtype
         # the strip's dO, O and q, as (B, kv_heads, groups * rows, size)
         dy, y, folded = (
-            _folded(x, k).to(wide) for x in (g[:, :, rows], out[:, :, rows], own)
+            _folded(x, k).to(wide)
+            for x in (g[:, :, rows], out[:, :, rows], own)
         )
         # The softmax again, from the recomputed scores and the saved log-sum-exp.
         weights = (
@@ -704,8 +782,12 @@ def _strips(
             # A strip's row i is row start + i of the queries, and sees keys up to
             # itself.
             size = rows.stop - start, seen
-            later = torch.ones(size, dtype=torch.bool, device=q.device).triu(start + 1)
-            scores.masked_fill_(later.repeat(q.shape[1] // k.shape[1], 1), -math.inf)
+            later = torch.ones(size, dtype=torch.bool, device=q.device).triu(
+                start + 1
+            )
+            scores.masked_fill_(
+                later.repeat(q.shape[1] // k.shape[1], 1), -math.inf
+            )
         yield rows, seen, scores
 
 

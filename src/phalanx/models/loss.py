@@ -47,7 +47,9 @@ def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
     ]
     if logits.is_meta:
         # On meta only sizes count: all tokens at once, with the memory of one chunk.
-        rooms = [room.as_strided((tokens, width), (width, 1)) for room in rooms]
+        rooms = [
+            room.as_strided((tokens, width), (width, 1)) for room in rooms
+        ]
         count = tokens
     for start in range(0, tokens, count):
         rows = slice(start, min(start + count, tokens))
@@ -113,13 +115,19 @@ class _CutTokenLoss(torch.autograd.Function):
         z: float,
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        mine = (targets >= first) & (targets < first + width)  # (tokens,): on this rank
-        at = torch.where(mine, targets - first, 0)  # (tokens,): columns of this rank
+        mine = (targets >= first) & (
+            targets < first + width
+        )  # (tokens,): on this rank
+        at = torch.where(
+            mine, targets - first, 0
+        )  # (tokens,): columns of this rank
         chosen = torch.zeros_like(targets, dtype=wide)  # each target's logit
         # (tokens,): the log-sum-exp of this rank's words
         own = torch.full_like(chosen, -math.inf)
         if width:
-            chosen.copy_(logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)).mul_(mine)
+            chosen.copy_(logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)).mul_(
+                mine
+            )
             for rows, _, x, room in _chunks(logits, width):
                 torch.log_softmax(x, -1, out=room)
                 own[rows] = _log_sum(x, room)

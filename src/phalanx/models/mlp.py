@@ -18,7 +18,9 @@ RULES = "layers.*.weight : embed ffn"
 class Identity(nn.Module):
     """The first piece: returns its input. An MLP has no use for positions."""
 
-    def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
         return inputs
 
 
@@ -45,7 +47,12 @@ class MeanSquare(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide if targets is None else wide - targets).square().mean(-1).sum()
+        return (
+            (wide if targets is None else wide - targets)
+            .square()
+            .mean(-1)
+            .sum()
+        )
 
 
 class DeepMlp(nn.Module):
@@ -60,7 +67,10 @@ class DeepMlp(nn.Module):
             self.draw(name, weight)
 
     def forward(
-        self, inputs: Tensor, targets: Tensor | None = None, **shared: Tensor | None
+        self,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        **shared: Tensor | None,
     ) -> Tensor:
         x = self.embed(inputs)
         for layer in self.layers:
@@ -70,7 +80,10 @@ class DeepMlp(nn.Module):
 
     @torch.no_grad()
     def draw(
-        self, name: str, weight: Tensor, generator: torch.Generator | None = None
+        self,
+        name: str,
+        weight: Tensor,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Fill a weight, or a part of it, with its initial values (He et al. 2015: gelu
         halves the variance too).
@@ -83,5 +96,7 @@ def describe(model: DeepMlp) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
 
     If a layer's output features are sharded, they are gathered before the next layer.
     """
-    layers = tuple((f"layers.{n}", layer) for n, layer in enumerate(model.layers))
+    layers = tuple(
+        (f"layers.{n}", layer) for n, layer in enumerate(model.layers)
+    )
     return (("embed", model.embed), *layers, ("head", model.head)), RULES

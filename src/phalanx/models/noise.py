@@ -62,9 +62,13 @@ class Dropout(nn.Module):
             return x
         if index is None:
             index = torch.arange(x.shape[-1], device=x.device)
-        draw = _stir(_stir(noise, self.place).unsqueeze(-1), index)  # (B, T, features)
+        draw = _stir(
+            _stir(noise, self.place).unsqueeze(-1), index
+        )  # (B, T, features)
         # `where` keeps one byte per element for backward; a product would keep the mask
         # in x's dtype.
         return torch.where(
-            draw >= round(self.rate * 2**32), x * (1.0 / (1.0 - self.rate)), 0.0
+            draw >= round(self.rate * 2**32),
+            x * (1.0 / (1.0 - self.rate)),
+            0.0,
         )

@@ -19,8 +19,12 @@ class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (..., 1)
-        scale = torch.rsqrt(size.square() / x.shape[-1] + eps)  # (..., 1): 1 / rms
+        size = torch.linalg.vector_norm(
+            x, dim=-1, keepdim=True, dtype=wide
+        )  # (..., 1)
+        scale = torch.rsqrt(
+            size.square() / x.shape[-1] + eps
+        )  # (..., 1): 1 / rms
         ctx.save_for_backward(x, weight, scale)
         return (x * scale * weight).to(x.dtype)
 
@@ -43,15 +47,21 @@ class RMSNorm(nn.Module):
     With `plus_one` it multiplies by 1 + weight, as Gemma does.
     """
 
-    def __init__(self, size: int, eps: float, *, plus_one: bool = False) -> None:
+    def __init__(
+        self, size: int, eps: float, *, plus_one: bool = False
+    ) -> None:
         super().__init__()
         self.eps, self.plus_one = eps, plus_one
-        self.weight = nn.Parameter(torch.zeros(size) if plus_one else torch.ones(size))
+        self.weight = nn.Parameter(
+            torch.zeros(size) if plus_one else torch.ones(size)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.plus_one:
             # Added in float32: in 16 bits, 1 + w has fewer digits than w.
-            scale = 1.0 + self.weight.to(torch.promote_types(x.dtype, torch.float32))
+            scale = 1.0 + self.weight.to(
+                torch.promote_types(x.dtype, torch.float32)
+            )
             z: Tensor = _RootMeanSquare.apply(x, scale, self.eps)  # type: ignore[no-untyped-call]
             return z
         if x.is_cuda:  # one fused kernel that saves the same three tensors
@@ -84,7 +94,13 @@ class _LayerNormalized(torch.autograd.Function):
             (weight.float(), bias.float()),
         )
         into = op(
-            gradient.float(), x.float(), weight.shape, mean, scale, *wide, [True] * 3
+            gradient.float(),
+            x.float(),
+            weight.shape,
+            mean,
+            scale,
+            *wide,
+            [True] * 3,
         )
         return *(part.to(x.dtype) for part in into), None
 

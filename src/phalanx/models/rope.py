@@ -58,7 +58,9 @@ class RopeScaling:
                 first, last = math.floor(first), math.ceil(last)
             start, stop = max(first, 0), min(last, dim - 1)
             # (head_dim / 2)
-            index = torch.arange(dim // 2, device=half.device, dtype=half.dtype)
+            index = torch.arange(
+                dim // 2, device=half.device, dtype=half.dtype
+            )
             along = (index - start) / ((stop - start) or 0.001)
             blend = 1 - along.clamp(0.0, 1.0)
         else:
@@ -85,10 +87,13 @@ class Rope:
         """Cosine and sine, each (B, T, 1, head_dim / 2), in float32 or wider."""
         wide = torch.promote_types(dtype, torch.float32)
         half = (
-            torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+            torch.arange(0, head_dim, 2, device=positions.device, dtype=wide)
+            / head_dim
         )
         frequency = (
-            self.scaling(self.theta, half) if self.scaling else self.theta**-half
+            self.scaling(self.theta, half)
+            if self.scaling
+            else self.theta**-half
         )
         # (B, T, 1, head_dim / 2): the same for all heads
         angle = (positions.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)
@@ -110,7 +115,9 @@ def shared_angles(
     return torch.stack([torch.stack(pair) for pair in pairs])
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves"
+) -> Tensor:
     """Rotate `x` (B, T, heads, head_dim): feature i pairs with feature i + head_dim / 2
     ("halves").
 
@@ -120,8 +127,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor
     """
     wide = x.to(cos.dtype)
     first, second = (
-        wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
+        wide.chunk(2, -1)
+        if pairs == "halves"
+        else (wide[..., ::2], wide[..., 1::2])
     )
     # first, second: (B, T, heads, head_dim / 2)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    turned = torch.cat(
+        (first * cos - second * sin, second * cos + first * sin), -1
+    )
     return turned.to(x.dtype)

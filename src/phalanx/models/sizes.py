@@ -82,7 +82,11 @@ class DecoderSizes:
         fill(self, "expert_ffn", self.expert_ffn or self.ffn)
         fill(self, "rope_dim", self.rope_dim or self.head_dim)
         fill(self, "value_dim", self.value_dim or self.head_dim)
-        fill(self, "activation", self.activation or ("silu" if self.gated else "gelu"))
+        fill(
+            self,
+            "activation",
+            self.activation or ("silu" if self.gated else "gelu"),
+        )
         if wrong := list(self._faults()):
             raise ValueError("Decoder: " + "; ".join(wrong) + ".")
 

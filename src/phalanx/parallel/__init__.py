@@ -11,7 +11,12 @@ from .mixing import refuse_mixing
 from .model import Model, Original, build_model, start
 from .pieces import Piece
 from .pool import BufferPool
-from .tensor import VocabularyCrossEntropy, Weight, cut_weights, install_regions
+from .tensor import (
+    VocabularyCrossEntropy,
+    Weight,
+    cut_weights,
+    install_regions,
+)
 
 __all__ = [
     "Entry",

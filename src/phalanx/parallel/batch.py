@@ -73,23 +73,36 @@ def microbatches(
     size = next(iter(whole.values())).shape[0]
     mine = slice(0, size) if dp is None else share(size, layout.data, dp)
     own = mine.stop - mine.start
-    parts = [share(own, layout.microbatches, m) for m in range(layout.microbatches)]
+    parts = [
+        share(own, layout.microbatches, m) for m in range(layout.microbatches)
+    ]
     # (B, T, ...): rows of this dp rank, divided over microbatches
-    return [{n: x[mine][part].contiguous() for n, x in whole.items()} for part in parts]
+    return [
+        {n: x[mine][part].contiguous() for n, x in whole.items()}
+        for part in parts
+    ]
 
 
-def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def on_device(
+    batch: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
     """Copy the batch to the device, except documents, which kernel launches need."""
 
     def sent(x: Tensor) -> Tensor:
         # A GPU copies from pinned memory while the host continues.
-        pinned = x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
+        pinned = (
+            x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
+        )
         return pinned.to(device, non_blocking=True)
 
-    return {name: x if name == DOCUMENTS else sent(x) for name, x in batch.items()}
+    return {
+        name: x if name == DOCUMENTS else sent(x) for name, x in batch.items()
+    }
 
 
-def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
+def _held(
+    batch: Mapping[str, Tensor], layout: Layout, cp: int
+) -> dict[str, Tensor]:
     """The batch, with each per-token tensor padded in time and then sharded along cp."""
     if "tokens" not in batch:
         return dict(batch)
@@ -101,7 +114,9 @@ def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Ten
         if x.shape[:2] != size:
             continue
         if short:
-            fill = x.new_full((x.shape[0], short, *x.shape[2:]), _FILLS.get(name, 0))
+            fill = x.new_full(
+                (x.shape[0], short, *x.shape[2:]), _FILLS.get(name, 0)
+            )
             x = torch.cat((x, fill), 1)
         if layout.cp > 1 and name != DOCUMENTS:
             # Every rank holds the documents of all tokens, so attention masks need no
@@ -128,7 +143,9 @@ def edge_shape(
 def count_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     """The number of real tokens in a batch, as a tensor on its device."""
     return (
-        batch[VALID].sum() if VALID in batch else torch.ones_like(batch["tokens"]).sum()
+        batch[VALID].sum()
+        if VALID in batch
+        else torch.ones_like(batch["tokens"]).sum()
     )
 
 

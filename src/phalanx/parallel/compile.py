@@ -145,7 +145,9 @@ def _product(
 ) -> Tensor:
     """The product with a module's weight, as a compiled forward computes it."""
     if owner.taps is None:
-        return multiply(x, owner.weight, bias, spec._replace(scales=owner.scales))
+        return multiply(
+            x, owner.weight, bias, spec._replace(scales=owner.scales)
+        )
     args = x, bias, *owner.taps, owner.scales, spec
     y: Tensor = _TappedProduct.apply(*args)  # type: ignore[no-untyped-call]
     return y
@@ -190,11 +192,15 @@ class CompiledModule:
         self.owners.append((owner, spec))
 
     def __call__(
-        self, x: Tensor | None, named: Named, take: Callable[[list[Factors]], None]
+        self,
+        x: Tensor | None,
+        named: Named,
+        take: Callable[[list[Factors]], None],
     ) -> Tensor | Mapping[str, Tensor]:
         inputs = {**({} if x is None else {"": x}), **named}
         key = tuple(
-            (name, y.shape, y.dtype, y.requires_grad) for name, y in inputs.items()
+            (name, y.shape, y.dtype, y.requires_grad)
+            for name, y in inputs.items()
         )
         if key not in self.known:
             self.known[key] = self._trace(x, named)
@@ -222,7 +228,9 @@ class CompiledModule:
             y = self.function(self.module, x, named)
         finally:
             for each in tapped:
-                vars(each.owner)["taps"] = None  # frees what the taps' graph saves
+                vars(each.owner)["taps"] = (
+                    None  # frees what the taps' graph saves
+                )
         return self.loss(*y) if self.loss else y
 
     def _trace(self, x: Tensor | None, named: Named) -> list[_Tapped]:
@@ -234,7 +242,9 @@ class CompiledModule:
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        calls: dict[Any, list[_Tapped]] = {owner: [] for owner, *_ in self.owners}
+        calls: dict[Any, list[_Tapped]] = {
+            owner: [] for owner, *_ in self.owners
+        }
         mode = FakeTensorMode(allow_non_fake_inputs=True)
 
         def fake(x: Tensor) -> Tensor:
@@ -244,7 +254,9 @@ class CompiledModule:
             owner: Any, spec: MatmulSpec, x: Tensor, bias: Tensor | None = None
         ) -> Tensor:
             # Detached, as a gradient that exists already may have another dtype.
-            weight = owner.weight.detach().requires_grad_(owner.weight.requires_grad)
+            weight = owner.weight.detach().requires_grad_(
+                owner.weight.requires_grad
+            )
             y = multiply(x, weight, bias, spec._replace(scales=owner.scales))
             taps = (
                 x.requires_grad
@@ -256,7 +268,9 @@ class CompiledModule:
             calls[owner].append(_Tapped(owner, spec, shapes))
             return y
 
-        losses: list[Any] = [m for m in self.module.modules() if isinstance(m, _LOSSES)]
+        losses: list[Any] = [
+            m for m in self.module.modules() if isinstance(m, _LOSSES)
+        ]
         losses = [] if self.loss else losses
         before = [loss.forward for loss in losses]
         sums: list[Tensor] = []
@@ -280,7 +294,11 @@ class CompiledModule:
                 owner.weight_product = partial(_product, owner, spec)
         if len(sums) == 1 and y is sums[0] and len(losses) == 1:
             self.loss, losses[0].forward = losses[0].forward, _both
-        return [each[0] for each in calls.values() if len(each) == 1 and each[0].shapes]
+        return [
+            each[0]
+            for each in calls.values()
+            if len(each) == 1 and each[0].shapes
+        ]
 
 
 def _both(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,7 +309,9 @@ def _call(module: nn.Module, x: Tensor | None, named: Named) -> Any:
     return module(**named) if x is None else module(x, **named)
 
 
-def _call_recomputing(module: nn.Module, x: Tensor | None, named: Named) -> Any:
+def _call_recomputing(
+    module: nn.Module, x: Tensor | None, named: Named
+) -> Any:
     """Call a piece with selective recomputation as part of the graph."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     more: Any = {
@@ -302,19 +322,29 @@ def _call_recomputing(module: nn.Module, x: Tensor | None, named: Named) -> Any:
     return checkpoint(_call, module, x, named, **more)
 
 
-def _policy(context: Any, op: Any, *args: Any, **more: Any) -> CheckpointPolicy:
+def _policy(
+    context: Any, op: Any, *args: Any, **more: Any
+) -> CheckpointPolicy:
     saved = is_kept(op, args)
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if saved
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def compiled_call(kind: Any, mode: str, selective: bool) -> Any:
     """The compiled call of a class of modules; a kind compiles at its first call."""
     import torch._dynamo
 
-    config: Any = torch._dynamo.config  # thread-local, so it is set on each call
+    config: Any = (
+        torch._dynamo.config
+    )  # thread-local, so it is set on each call
     config.recompile_limit = max(config.recompile_limit, _ENTRIES)
     with _lock:
-        return _compiled(kind, mode, selective, os.environ.get(BACKEND, "inductor"))
+        return _compiled(
+            kind, mode, selective, os.environ.get(BACKEND, "inductor")
+        )
 
 
 @cache

@@ -39,7 +39,9 @@ Ids = Tensor | None  # (B, T): a number for each token
 Sinks = Tensor | None  # (heads)
 
 
-def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -> None:
+def install_context(
+    model: Model, layout: Layout, ring: Group, ulysses: Group
+) -> None:
     """Replace every child module named `core` by one that works on this rank's tokens.
 
     A ring replaces a core that computes what `phalanx.models.Core` does. A core with a
@@ -57,9 +59,13 @@ def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -
             replaced = True
             inner = core
             if ring.size > 1:
-                limited = getattr(core, "window", 0) or getattr(core, "softcap", 0)
+                limited = getattr(core, "window", 0) or getattr(
+                    core, "softcap", 0
+                )
                 inner = GatheredCore(core, ring) if limited else RingCore(ring)
-            swapped = UlyssesCore(inner, ulysses) if ulysses.size > 1 else inner
+            swapped = (
+                UlyssesCore(inner, ulysses) if ulysses.size > 1 else inner
+            )
             setattr(piece.get_submodule(owner), child, swapped)
     if not replaced:
         raise LayoutError(
@@ -99,23 +105,34 @@ class UlyssesCore(nn.Module):
         # heads, as both do.
         copies = ranks // math.gcd(ranks, kv_heads)
         if copies > 1:
-            k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
+            k, v = (
+                k.repeat_interleave(copies, 2),
+                v.repeat_interleave(copies, 2),
+            )
         # One message for q, k and v: each part holds one rank's heads of all three.
         parts = [
             # (ranks, B, T / ranks, heads / ranks, head_dim)
             x.view(*x.shape[:2], ranks, -1, x.shape[3]).permute(2, 0, 1, 3, 4)
             for x in (q, k, v)
         ]
-        sizes = [x.shape[3] for x in parts]  # heads of q, k and v for each rank
+        sizes = [
+            x.shape[3] for x in parts
+        ]  # heads of q, k and v for each rank
         # (ranks, B, T / ranks, q + k + v heads, head_dim) to (B, T, q + k + v heads,
         # head_dim)
-        mine = regions.exchange(torch.cat(parts, 3), self.group, 0, 2).squeeze(0)
+        mine = regions.exchange(torch.cat(parts, 3), self.group, 0, 2).squeeze(
+            0
+        )
         if positions is not None:
             positions = regions.gather(positions, self.group, 1)
         # Every rank already has the documents of whole sequences.
         own = (x.chunk(ranks)[self.group.rank] for x in sinks)
-        y: Tensor = self.inner(*torch.split(mine, sizes, 2), positions, documents, *own)
-        return regions.exchange(y, self.group, 1, 2)  # (B, T / ranks, heads, head_dim)
+        y: Tensor = self.inner(
+            *torch.split(mine, sizes, 2), positions, documents, *own
+        )
+        return regions.exchange(
+            y, self.group, 1, 2
+        )  # (B, T / ranks, heads, head_dim)
 
 
 class GatheredCore(nn.Module):
@@ -127,7 +144,11 @@ class GatheredCore(nn.Module):
 
     def __init__(self, plain: Any, group: Group) -> None:
         super().__init__()
-        self.window, self.softcap, self.group = plain.window, plain.softcap, group
+        self.window, self.softcap, self.group = (
+            plain.window,
+            plain.softcap,
+            group,
+        )
 
     def forward(
         self,
@@ -142,20 +163,37 @@ class GatheredCore(nn.Module):
         # kv: (2, B, T, kv_heads, head_dim), in the ranks' order
         kv = regions.gather_sum(torch.stack((k, v)), ring, 2)
         times = torch.cat(
-            [held_times(length, ring.size, 1, rank) for rank in range(ring.size)]
+            [
+                held_times(length, ring.size, 1, rank)
+                for rank in range(ring.size)
+            ]
         )
-        k, v = kv.index_select(2, times.argsort().to(q.device))  # in order of time
+        k, v = kv.index_select(
+            2, times.argsort().to(q.device)
+        )  # in order of time
         # In time order, a rank has one chunk of each half of the sequence.
         chunk, parts = length // (2 * ring.size), []
         for rows, own in zip(
-            q.chunk(2, 1), (ring.rank, 2 * ring.size - 1 - ring.rank), strict=True
+            q.chunk(2, 1),
+            (ring.rank, 2 * ring.size - 1 - ring.rank),
+            strict=True,
         ):
             stop = (own + 1) * chunk
             seen = slice(
-                max(0, own * chunk + 1 - self.window) if self.window else 0, stop
+                max(0, own * chunk + 1 - self.window) if self.window else 0,
+                stop,
             )
-            near = None if documents is None or q.is_meta else documents[:, seen]
-            args = k[:, seen], v[:, seen], near, sinks, self.window, self.softcap
+            near = (
+                None if documents is None or q.is_meta else documents[:, seen]
+            )
+            args = (
+                k[:, seen],
+                v[:, seen],
+                near,
+                sinks,
+                self.window,
+                self.softcap,
+            )
             parts.append(attention(rows, *args))
         return torch.cat(parts, 1)
 
@@ -183,7 +221,9 @@ class RingCore(nn.Module):
         documents: Ids,
         sinks: Sinks = None,
     ) -> Tensor:
-        assert q.shape[1] % 2 == 0, "a rank of a ring holds two chunks of equal length"
+        assert q.shape[1] % 2 == 0, (
+            "a rank of a ring holds two chunks of equal length"
+        )
         # Contiguous, so that what is saved is no view of something larger. kv: (2, B, T
         # / ranks, kv_heads, head_dim)
         q, kv = q.contiguous(), torch.stack((k, v))
@@ -238,7 +278,9 @@ def _gradients_op(
     lse: Tensor,
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return ring_gradients(gradient, q, kv, ids, sinks, out, lse, group_named(name))
+    return ring_gradients(
+        gradient, q, kv, ids, sinks, out, lse, group_named(name)
+    )
 
 
 @_ring_op.register_fake
@@ -255,7 +297,9 @@ def _(
     return torch.empty_like(q), torch.empty_like(kv), own
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+) -> None:
     *tensors, ctx.name = inputs
     ctx.save_for_backward(*tensors, *output)
 
@@ -270,7 +314,11 @@ _ring_op.register_autograd(_back, setup_context=_keep)
 
 def around(ranks: int) -> list[tuple[int, int]]:
     """The (sender, receiver) pairs of a ring, for the group that is split for it."""
-    return [(rank, (rank + 1) % ranks) for rank in range(ranks)] if ranks > 1 else []
+    return (
+        [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+        if ranks > 1
+        else []
+    )
 
 
 def needed(step: int, rank: int, ranks: int, length: int) -> AttentionBlock:
@@ -302,7 +350,9 @@ def visiting_blocks(
     if documents is None:
         return [block]
     source = (group.rank - step) % group.size
-    ids, its = (_ids_of(documents, group, rank) for rank in (group.rank, source))
+    ids, its = (
+        _ids_of(documents, group, rank) for rank in (group.rank, source)
+    )
     rows, keys = ids[:, block.rows], its[:, block.keys]  # (B, rows), (B, keys)
     # (B) each: rows, and keys, that belong to the shared document
     counts = ((x == keys[:, -1:]).sum(1).tolist() for x in (rows, keys))
@@ -319,7 +369,9 @@ def visiting_blocks(
 
 def _ids_of(documents: Tensor, group: Group, rank: int) -> Tensor:
     """The document number of each token that a rank holds, along its sequence."""
-    counted = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(1)  # (B, T)
+    counted = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(
+        1
+    )  # (B, T)
     return counted[:, held_times(counted.shape[1], group.size, 1, rank)]
 
 
@@ -363,13 +415,17 @@ def ring_gradients(
     gradient = gradient.contiguous()
     wide = torch.promote_types(q.dtype, torch.float32)
     into_q = torch.zeros_like(q, dtype=wide)  # (B, T / ranks, heads, head_dim)
-    behind: _Passing | None = None  # the gradient that follows the visiting block
+    behind: _Passing | None = (
+        None  # the gradient that follows the visiting block
+    )
     for step, (k, v) in enumerate(_visits(kv, group)):
         # (2, B, T / ranks, kv_heads, head_dim)
         into_kv = torch.zeros_like(kv, dtype=wide)
         if step == 0 and documents is not None:
             own = _ids_of(documents, group, group.rank)
-            parts: Sequence[Tensor] = own_gradients(gradient, (q, k, v), own, out, lse)
+            parts: Sequence[Tensor] = own_gradients(
+                gradient, (q, k, v), own, out, lse
+            )
             for total, part in zip((into_q, *into_kv), parts, strict=True):
                 total += part
         else:
@@ -397,7 +453,10 @@ class _Passing:
     def __init__(self, x: Tensor, group: Group) -> None:
         # The reference keeps the tensor alive until it is sent.
         self.x, self.coming = x, torch.empty_like(x)
-        before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+        before, after = (
+            (group.rank - 1) % group.size,
+            (group.rank + 1) % group.size,
+        )
         self.works = (
             group.send(x, after, wait=False),
             group.receive(self.coming, before, wait=False),
@@ -428,7 +487,9 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     part. A row's first part is its own rank's, where it sees at least itself.
     """
     both = torch.logaddexp(lse, part_lse)
-    scale = torch.where(both == -math.inf, 0.0, both)  # -inf minus -inf would be NaN
+    scale = torch.where(
+        both == -math.inf, 0.0, both
+    )  # -inf minus -inf would be NaN
     out *= (lse - scale).exp().unsqueeze(-1)
     out.addcmul_(part, (part_lse - scale).exp().unsqueeze(-1))
     lse.copy_(both)

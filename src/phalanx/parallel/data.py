@@ -126,7 +126,8 @@ class Unit:
         # first. The order must not differ between tp ranks, so it cannot depend on
         # `counted` for instance: see `Segment`.
         self.order = sorted(
-            weights, key=lambda w: (w.adds, w.rate, not w.decay, w.local == w.shape)
+            weights,
+            key=lambda w: (w.adds, w.rate, not w.decay, w.local == w.shape),
         )
         self.offsets: list[int] = []
         total = 0
@@ -156,14 +157,20 @@ class Unit:
         # there. A gather or a refresh brings the compute copy. Without a GPU this is a
         # copy too, so the path is tested.
         self.buffer: Tensor | None = None  # the whole weights
-        self.full: Tensor | None = None  # the whole gradient, open for contributions
+        self.full: Tensor | None = (
+            None  # the whole gradient, open for contributions
+        )
         # Weights without a contribution yet: their gradient's memory is uninitialized.
         self.fresh: set[str] = set()
         # this rank's shards, summed over the shards alone
         self.parts: list[Tensor] = []
-        self.gradient: Tensor | None = None  # this rank's shard of the gradient, summed
+        self.gradient: Tensor | None = (
+            None  # this rank's shard of the gradient, summed
+        )
         self.resident, self.at_host = resident, at_host
-        self.loaded = False  # True: the host's shard has been copied into the buffer
+        self.loaded = (
+            False  # True: the host's shard has been copied into the buffer
+        )
         # True if the home is a run of the whole weights.
         self.home_inside = inside = (
             resident and not at_host and self.dtype == precision.master
@@ -244,13 +251,17 @@ class Unit:
             start = max(offset, self.start)
             stop = min(offset + _numel(weight), self.start + self.part)
             if start < stop:
-                yield Entry(weight, start - offset, stop - offset, start - self.start)
+                yield Entry(
+                    weight, start - offset, stop - offset, start - self.start
+                )
 
     @property
     def moved(self) -> int:
         """The elements of this rank's shard that belong to matrices sent to owners."""
         matrices = (
-            e for e in self.entries() if e.weight.matrices and self.groups.matrices
+            e
+            for e in self.entries()
+            if e.weight.matrices and self.groups.matrices
         )
         return sum(each.stop - each.start for each in matrices)
 
@@ -294,7 +305,9 @@ class Unit:
         # unit's gradient over the same ranks, which no rank reaches before it has these
         # weights. A buffer may change sooner.
         still = not self.at_host
-        return self.groups.gather.all_gather(buffer, part, still=still, wait=False)
+        return self.groups.gather.all_gather(
+            buffer, part, still=still, wait=False
+        )
 
     def load(self) -> Callable[[], object]:
         """Take a buffer; return the copy of the host's shard into it, for a gather."""
@@ -319,7 +332,9 @@ class Unit:
         )
         # Keep the shape, without memory: a gradient may be bound while the weights are
         # away.
-        nothing = torch.empty((), dtype=self.buffer.dtype, device=self.buffer.device)
+        nothing = torch.empty(
+            (), dtype=self.buffer.dtype, device=self.buffer.device
+        )
         for weight in self.order:
             self.parameters[weight.name].data = nothing.expand(weight.local)
         self.pool.give(self.buffer)
@@ -327,7 +342,11 @@ class Unit:
 
     def refresh(self) -> None:
         """Copy an update into weights that no gather brings again."""
-        if self.buffer is not None and not self.same and self.groups.gather.size == 1:
+        if (
+            self.buffer is not None
+            and not self.same
+            and self.groups.gather.size == 1
+        ):
             self.buffer.copy_(self.home)
 
     def _new_buffer(self) -> Tensor:
@@ -378,7 +397,9 @@ class Unit:
             return
         self.full = self.pool.take(self.numel, self.precision.reduce)
         wide = self.precision.reduce != self.dtype
-        for name, view in zip(self.parameters, self._views(self.full), strict=True):
+        for name, view in zip(
+            self.parameters, self._views(self.full), strict=True
+        ):
             if wide:
                 self.parameters[name].grad_dtype = self.precision.reduce
             self.parameters[name].grad = view
@@ -432,7 +453,9 @@ class Unit:
         Later contributions open a new gradient.
         """
         full, self.full = self.full, None
-        assert full is not None, f"unit {self.number} is summed and has no gradient"
+        assert full is not None, (
+            f"unit {self.number} is summed and has no gradient"
+        )
         for name in tuple(self.fresh):
             self._before_adding(name, full)
         for parameter in self.parameters.values():
@@ -443,7 +466,8 @@ class Unit:
             return Work()
         if shards.size == 1:
             return ChainedWork(
-                replica.all_reduce(full, wait=False), lambda: self.summed(full, full)
+                replica.all_reduce(full, wait=False),
+                lambda: self.summed(full, full),
             )
         part = self.pool.take(self.part, self.precision.reduce)
         work = shards.reduce_scatter(part, full, wait=False)
@@ -463,9 +487,12 @@ class Unit:
         assert self.gradient is not None
         runs = [s for s in self.own_segments() if s.adds]
         parts = [
-            (self.groups.also[s.adds], self.gradient[s.start : s.stop]) for s in runs
+            (self.groups.also[s.adds], self.gradient[s.start : s.stop])
+            for s in runs
         ]
-        return WorkGroup([group.all_reduce(part, wait=False) for group, part in parts])
+        return WorkGroup(
+            [group.all_reduce(part, wait=False) for group, part in parts]
+        )
 
     def summed(self, full: Tensor, part: Tensor) -> None:
         """Accept a finished sum: it becomes this rank's gradient, or is added to it."""
@@ -503,7 +530,9 @@ class PlainUnit(Unit):
         return self._summed
 
     def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
-        return [cast(Tensor, self._at[run.start].grad).view(-1) for run in runs]
+        return [
+            cast(Tensor, self._at[run.start].grad).view(-1) for run in runs
+        ]
 
     @cached_property
     def _at(self) -> dict[int, nn.Parameter]:

@@ -90,7 +90,8 @@ class _PieceTrial:
         self.batch = _batch(model, entries, tokens, self.dtype)
         self.weights = {
             name: nn.Parameter(
-                random_weight(name, x.shape, self.dtype), name not in model.frozen
+                random_weight(name, x.shape, self.dtype),
+                name not in model.frozen,
             )
             for name, x in model.weights.items()
         }
@@ -105,11 +106,17 @@ class _PieceTrial:
             with torch.no_grad():
                 doubled = run_pieces(self.model, twice)
         except Exception as error:
-            text = str(error) if isinstance(error, ProbeFailed) else error_text(error)
+            text = (
+                str(error)
+                if isinstance(error, ProbeFailed)
+                else error_text(error)
+            )
             raise UntriedPieces(
                 f"The pieces cannot be run on one process: {text}"
             ) from error
-        once, both = (float(loss_of(run).detach()) for run in (pieces, doubled))
+        once, both = (
+            float(loss_of(run).detach()) for run in (pieces, doubled)
+        )
         if abs(both - 2 * once) > _APART[self.dtype] * abs(once):
             name = self.model.pieces[-1][0]
             raise LayoutError(
@@ -123,8 +130,14 @@ class _PieceTrial:
 class _Comparison:
     """A class compared with the pieces of its description, which have already run."""
 
-    def __init__(self, trial: _PieceTrial, whole: Whole, pieces: ProbeRun) -> None:
-        self.model, self.dtype, self.batch = trial.model, trial.dtype, trial.batch
+    def __init__(
+        self, trial: _PieceTrial, whole: Whole, pieces: ProbeRun
+    ) -> None:
+        self.model, self.dtype, self.batch = (
+            trial.model,
+            trial.dtype,
+            trial.batch,
+        )
         self.weights, self.whole, self.pieces = trial.weights, whole, pieces
         whole.bind(self.weights)
         for module in whole.module.modules():
@@ -152,10 +165,10 @@ class _Comparison:
 
     def _way_out(self) -> str:
         if self.model.original:
-            return (
-                "transformers' code was not understood: this model cannot be trained."
-            )
-        return "Change describe(), or the forward, until both compute the same."
+            return "transformers' code was not understood: this model cannot be trained."
+        return (
+            "Change describe(), or the forward, until both compute the same."
+        )
 
     def _failure(self, inside: str, error: Exception) -> str:
         where = f" in {inside}" if inside else ""
@@ -206,19 +219,25 @@ class _Comparison:
         # A forward may do the work of a piece without calling its module: only results
         # are compared then.
         listed = [
-            numbers[part] for part in self.whole.parts.values() if numbers[part] in ran
+            numbers[part]
+            for part in self.whole.parts.values()
+            if numbers[part] in ran
         ]
         if wrong := self._other_order(ran, listed):
             return wrong
         places = [
-            number for number, part in self.whole.parts.items() if numbers[part] in ran
+            number
+            for number, part in self.whole.parts.items()
+            if numbers[part] in ran
         ]
         for number, call in zip(places, own, strict=True):
             name = self.model.pieces[number][0]
             # What a module as it is computes between two blocks is the later one's.
             if number and not self.model.as_it_is:
                 before = self.model.pieces[number - 1][0]
-                if apart := self._apart(call.took, pieces.gave[number - 1].get("x")):
+                if apart := self._apart(
+                    call.took, pieces.gave[number - 1].get("x")
+                ):
                     return (
                         f"{name} gets an input in {self.whole.name} that differs from the"
                         f" output of the piece {before} ({apart}): the forward computes"
@@ -233,7 +252,9 @@ class _Comparison:
                 )
         return ""
 
-    def _other_loss(self, own: _OwnRun, described: _OwnRun, *, mean: bool) -> str:
+    def _other_loss(
+        self, own: _OwnRun, described: _OwnRun, *, mean: bool
+    ) -> str:
         """Compare the loss, then gradients from the last weight; returns text."""
         count = valid_count(self.batch)
         factor = count if mean else 1
@@ -247,7 +268,9 @@ class _Comparison:
             got = described.gradients.get(name)
             if want is None and got is None:
                 continue
-            size = self.weights[name].shape[0] if self.weights[name].dim() else 1
+            size = (
+                self.weights[name].shape[0] if self.weights[name].dim() else 1
+            )
             zeros = torch.zeros(size, dtype=self.dtype)
             want = zeros if want is None else want * factor
             if apart := self._apart(want, zeros if got is None else got):
@@ -267,7 +290,12 @@ class _Comparison:
 
     def _apart(self, own: Tensor | None, ours: Tensor | None) -> str:
         """Describe the largest difference of two tensors; "" if only rounding."""
-        if own is None or ours is None or not own.is_floating_point() or not ours.dim():
+        if (
+            own is None
+            or ours is None
+            or not own.is_floating_point()
+            or not ours.dim()
+        ):
             return ""  # not activations: tokens, or a loss
         if own.shape != ours.shape:
             return f"of shape {list(own.shape)} and {list(ours.shape)}"
@@ -277,7 +305,8 @@ class _Comparison:
         if worst <= _APART[self.dtype] * scale:
             return ""
         at = [
-            int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)
+            int(i)
+            for i in torch.unravel_index(difference.argmax(), difference.shape)
         ]
         return f"{worst / scale:.2g} of the largest value at {at}"
 
@@ -289,9 +318,13 @@ def _batch(
     draw = torch.Generator().manual_seed(0)
     shape = model.shape
     if shape is not None and shape.kind == "mlp":
-        return {INPUTS: torch.randn(2, shape.hidden, generator=draw, dtype=dtype)}
+        return {
+            INPUTS: torch.randn(2, shape.hidden, generator=draw, dtype=dtype)
+        }
     length = min(tokens, shape.sequence) if shape else tokens
-    ids = torch.randint(shape.vocab if shape else 2, (2, 2, length), generator=draw)
+    ids = torch.randint(
+        shape.vocab if shape else 2, (2, 2, length), generator=draw
+    )
     targets = ids[1]
     targets[1, : length // 4] = IGNORED
     positions = torch.arange(length).repeat(2, 1)

@@ -35,7 +35,11 @@ def cut_blocks(model: Model, layout: Layout) -> Model:
     pieces: list[tuple[str, nn.Module]] = []
     for name, piece in model.pieces:
         if type(piece) is ExpertBlock:
-            parts = piece.parts() if layout.experts_apart else (piece.with_losses(),)
+            parts = (
+                piece.parts()
+                if layout.experts_apart
+                else (piece.with_losses(),)
+            )
             pieces += [(name, part) for part in parts]
             continue
         if layout.experts_apart and not isinstance(piece, ExpertsPart):
@@ -45,7 +49,9 @@ def cut_blocks(model: Model, layout: Layout) -> Model:
     return replace(model, pieces=tuple(pieces)) if changed else model
 
 
-def _refuse_hidden_experts(name: str, piece: nn.Module, layout: Layout) -> None:
+def _refuse_hidden_experts(
+    name: str, piece: nn.Module, layout: Layout
+) -> None:
     if any(isinstance(module, ExpertProducts) for module in piece.modules()):
         raise LayoutError(
             f"{layout}: {name} has experts and is a {type(piece).__name__}, which does not show where"
@@ -66,7 +72,10 @@ class Choices:
 
     def sum(self, groups: Groups) -> Work:
         """Start summing over ranks with other tokens of the sequences or the batch."""
-        both = (groups.sequences, self.of_sequences), (groups.batch, self.of_batch)
+        both = (
+            (groups.sequences, self.of_sequences),
+            (groups.batch, self.of_batch),
+        )
         return WorkGroup(
             [group.all_reduce(x, wait=False) for group, x in both if group]
         )
@@ -82,13 +91,21 @@ class Routes(NamedTuple):
 class Exchange:
     """Microbatches' tokens on their way to the experts and back, over the ranks of ep."""
 
-    def __init__(self, tokens: Group, counts: Group, experts: Collection[int]) -> None:
-        self.tokens, self.counts, self.experts = tokens, counts, frozenset(experts)
+    def __init__(
+        self, tokens: Group, counts: Group, experts: Collection[int]
+    ) -> None:
+        self.tokens, self.counts, self.experts = (
+            tokens,
+            counts,
+            frozenset(experts),
+        )
         # by (expert piece, microbatch)
         self.pending_counts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.routes: dict[tuple[int, int], Routes] = {}
 
-    def exchange_counts(self, piece: int, microbatch: int, bundle: Bundle) -> Work:
+    def exchange_counts(
+        self, piece: int, microbatch: int, bundle: Bundle
+    ) -> Work:
         """Exchange counts of tokens: each rank learns those for its experts.
 
         Every rank has as many experts as the first; the last ranks may have fewer.

@@ -39,7 +39,9 @@ def refuse_unfit(model: Model, layout: Layout) -> None:
 
 def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
     """The layouts that compute the model correctly."""
-    known: dict[tuple[bool, ...], bool] = {}  # by everything that a misfit depends on
+    known: dict[
+        tuple[bool, ...], bool
+    ] = {}  # by everything that a misfit depends on
     chosen = []
     for layout in layouts:
         # Layouts with the same key differ in sizes alone, and no misfit depends on
@@ -47,7 +49,9 @@ def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
         cp = layout.mesh.of("cp.ring") > 1, layout.mesh.of("cp.ulysses") > 1
         key = layout.tp > 1, layout.seq, *cp, bool(layout.compile)
         if key not in known:
-            known[key] = not misfits(model, layout) and not mixing(model, layout)
+            known[key] = not misfits(model, layout) and not mixing(
+                model, layout
+            )
         if known[key]:
             chosen.append(layout)
     return tuple(chosen)
@@ -55,10 +59,16 @@ def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
 
 def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
     """A sentence for every part of the model that this layout would compute wrongly."""
-    wrong = [*_unnamed(model), *_untrainable(model), *_uncuttable(model, layout)]
+    wrong = [
+        *_unnamed(model),
+        *_untrainable(model),
+        *_uncuttable(model, layout),
+    ]
     wrong += _uneven(model, layout)
     if model.original and layout.compile:
-        wrong.append("transformers' own code cannot be compiled. Leave compile out.")
+        wrong.append(
+            "transformers' own code cannot be compiled. Leave compile out."
+        )
     if layout.seq and layout.tp > 1 and not wrong:
         wrong += _uncut(model)
     for prefix, piece in model.pieces:
@@ -67,7 +77,10 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
             wrong += _anywhere(name, module)
             if layout.tp > 1:
                 wrong += _cut(model, name, piece, path, module)
-            if layout.mesh.of("cp.ring") > 1 and path.rpartition(".")[2] == "core":
+            if (
+                layout.mesh.of("cp.ring") > 1
+                and path.rpartition(".")[2] == "core"
+            ):
                 wrong += _core(model, name, module)
     return tuple(dict.fromkeys(wrong))
 
@@ -128,7 +141,11 @@ def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
         )
     if isinstance(module, nn.Embedding):
         yield from _embedding(name, module)
-    empty = [key for key, x in module._buffers.items() if x is not None and x.is_meta]
+    empty = [
+        key
+        for key, x in module._buffers.items()
+        if x is not None and x.is_meta
+    ]
     if empty and not callable(getattr(module, "reset_buffers", None)):
         yield (
             f"{name} has the buffer {', '.join(empty)} but no method reset_buffers() to fill it: a"
@@ -199,11 +216,17 @@ def _replaced(
         f" Put what it adds into the module that owns it, name the dim {dim!r} of its weight '-',"
         " or use no tp."
     )
-    linear, adapted = isinstance(module, nn.Linear), isinstance(module, LoraLinear)
+    linear, adapted = (
+        isinstance(module, nn.Linear),
+        isinstance(module, LoraLinear),
+    )
     plain: type[nn.Module] = (
         LoraLinear if adapted else nn.Linear if linear else nn.Embedding
     )
-    kind, owned = type(module).__name__, {"weight", "bias"} if linear else {"weight"}
+    kind, owned = (
+        type(module).__name__,
+        {"weight", "bias"} if linear else {"weight"},
+    )
     owned |= {"lora"} if adapted else set()
     if not isinstance(module, plain):
         if cut_first:
@@ -217,7 +240,10 @@ def _replaced(
         or type(module).__call__ is not plain.__call__
     ):
         yield f"{name} is a {kind}: tp computes nn.{plain.__name__}, without what it adds.{way_out}"
-    elif more := {*module._parameters, *module._buffers, *module._modules} - owned:
+    elif (
+        more := {*module._parameters, *module._buffers, *module._modules}
+        - owned
+    ):
         yield f"{name} has {', '.join(sorted(more))} besides what tp shards.{way_out}"
     if "forward" in vars(module):
         yield f"{name} has a forward of its own, set on the module.{way_out}"
@@ -232,7 +258,9 @@ def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
     loss = owner._modules.get("loss")
     if type(loss) is CrossEntropy:  # replaced with its z-loss
         return
-    if isinstance(loss, PreferenceLoss):  # which takes a part of the words itself
+    if isinstance(
+        loss, PreferenceLoss
+    ):  # which takes a part of the words itself
         return
     if loss is None:
         yield (
@@ -240,9 +268,13 @@ def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
             " 'loss' to take them. Put the loss there, or name the vocabulary's dim '-'."
         )
         return
-    logits = torch.linspace(-3, 4, 35, dtype=torch.float64).sin().view(1, 5, 7) * 3
+    logits = (
+        torch.linspace(-3, 4, 35, dtype=torch.float64).sin().view(1, 5, 7) * 3
+    )
     targets = torch.tensor([[3, IGNORED, 0, 6, 3]])
-    want = F.cross_entropy(logits[0], targets[0], ignore_index=IGNORED, reduction="sum")
+    want = F.cross_entropy(
+        logits[0], targets[0], ignore_index=IGNORED, reduction="sum"
+    )
     if why := _differs(loss, (logits, targets), want):
         yield (
             f"{beside}.loss is a {type(loss).__name__}: tp replaces it by the summed cross-entropy, without"
@@ -261,7 +293,9 @@ def _uncut(model: Model) -> Iterator[str]:
             if "core" in module._modules:
                 own = f"{prefix}.{path}".rstrip(".")
                 linears = [
-                    n for n, m in module.named_children() if isinstance(m, nn.Linear)
+                    n
+                    for n, m in module.named_children()
+                    if isinstance(m, nn.Linear)
                 ]
                 dims = [
                     dim
@@ -288,7 +322,9 @@ def _uncut(model: Model) -> Iterator[str]:
 
 
 def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
-    if type(core) is Core and not any(getattr(core, hooks) for hooks in _HOOKS):
+    if type(core) is Core and not any(
+        getattr(core, hooks) for hooks in _HOOKS
+    ):
         return  # our own: a trial would only take memory
     heads = model.counts.get("heads", 2)
     kv = model.counts.get("kv", heads)
@@ -309,7 +345,9 @@ def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
         )
 
 
-def _differs(module: nn.Module, inputs: tuple[Tensor | None, ...], want: Tensor) -> str:
+def _differs(
+    module: nn.Module, inputs: tuple[Tensor | None, ...], want: Tensor
+) -> str:
     """Call a module and explain why it does not return `want`, or return ""."""
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "it has hooks"

@@ -16,7 +16,9 @@ from torch import nn
 
 from .transformers_refused import refuse
 
-Key = str | int  # a module around the blocks by its name, a block by its number
+Key = (
+    str | int
+)  # a module around the blocks by its name, a block by its number
 Running = Mapping[Key, Callable[..., Any]]
 
 
@@ -24,7 +26,9 @@ class Reached(Exception):
     """The forward has come past the piece that runs: the rest is other pieces'."""
 
     def __init__(self, x: Any) -> None:
-        super().__init__("a forward ran on behind the piece that was asked for")
+        super().__init__(
+            "a forward ran on behind the piece that was asked for"
+        )
         self.x = x
 
 
@@ -88,7 +92,10 @@ class Around:
 
 
 def take_out(
-    frame: Frame, path: Sequence[nn.Module], blocks: Any, named: Callable[..., str]
+    frame: Frame,
+    path: Sequence[nn.Module],
+    blocks: Any,
+    named: Callable[..., str],
 ) -> dict[str, nn.Module]:
     """The modules with weights around the blocks, by name; stand-ins are where they and the blocks were.
 
@@ -104,12 +111,16 @@ def take_out(
             refuse({f"it has two modules called {name}": name in outer})
             outer[name] = child
             owner._modules[child_name] = StandIn(frame, name, child)
-    for number, (child_name, block) in enumerate(list(blocks.named_children())):
+    for number, (child_name, block) in enumerate(
+        list(blocks.named_children())
+    ):
         blocks._modules[child_name] = StandIn(frame, number, block)
     return outer
 
 
-def around_blocks(order: Sequence[Key], outer: Mapping[str, nn.Module]) -> Around:
+def around_blocks(
+    order: Sequence[Key], outer: Mapping[str, nn.Module]
+) -> Around:
     """Sorts the modules around the blocks by the order in which a forward has called all of them."""
     numbers = [key for key in order if isinstance(key, int)]
     count = 1 + max(numbers, default=-1)
@@ -127,11 +138,14 @@ def around_blocks(order: Sequence[Key], outer: Mapping[str, nn.Module]) -> Aroun
     unused = ", ".join(outer.keys() - set(order))
     refuse(
         {
-            "it uses a module before and after its blocks": parts[0] & parts[1],
+            "it uses a module before and after its blocks": parts[0]
+            & parts[1],
             f"its forward does not use {unused}": unused,
         }
     )
-    before, after = ({k: outer[k] for k in outer if k in part} for part in parts)
+    before, after = (
+        {k: outer[k] for k in outer if k in part} for part in parts
+    )
     return Around(before, after)
 
 
@@ -140,7 +154,9 @@ class OuterModules(nn.Module):
 
     frame: Any
 
-    def __init__(self, frame: Frame, children: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, frame: Frame, children: Mapping[str, nn.Module]
+    ) -> None:
         super().__init__()
         self.__dict__["frame"] = frame  # no child: it holds the whole model
         for name, child in children.items():

@@ -55,7 +55,9 @@ class UnitGroups:
     # unit's, and the part that each of them holds.
     matrices: Group | None = None
     places: tuple[UnitPlace, ...] = ()
-    scales: Group | None = None  # agrees on the scales of weights gathered in 8 bits
+    scales: Group | None = (
+        None  # agrees on the scales of weights gathered in 8 bits
+    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,12 @@ def _cuts_frozen(layout: Layout) -> bool:
 
 
 def open_groups(
-    world: World, layout: Layout, model: Model, program: Program, *, prefix: str = ""
+    world: World,
+    layout: Layout,
+    model: Model,
+    program: Program,
+    *,
+    prefix: str = "",
 ) -> Groups:
     """Open all groups of a layout and its program; all ranks call it in one order.
 
@@ -151,7 +158,10 @@ def open_groups(
     if model.frozen and not _cuts_frozen(layout):
         whole = _open_whole(world, layout, model, count, prefix)
     routers = [
-        m for _, piece in model.pieces for m in piece.modules() if isinstance(m, Router)
+        m
+        for _, piece in model.pieces
+        for m in piece.modules()
+        if isinstance(m, Router)
     ]
     # without seq, its ranks see the same tokens
     over_tp = ("tp",) if layout.seq else ()
@@ -166,7 +176,9 @@ def open_groups(
         batch=batch,
         tp=along("tp", "tp"),
         ring=world.split(
-            prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))
+            prefix + "ring",
+            mesh.groups(["cp.ring"]),
+            around(mesh.of("cp.ring")),
         ),
         ulysses=along("ulysses", "cp.ulysses"),
         ep=along("ep", *layout.expert_axes),
@@ -191,12 +203,16 @@ def _open_units(
     mesh = layout.mesh
     # If all ranks are replicas, a step's count, sums and norm follow one another on
     # every rank in one order.
-    opened: dict[tuple[str, Ranks], Group] = {("replica", (everyone.ranks,)): everyone}
+    opened: dict[tuple[str, Ranks], Group] = {
+        ("replica", (everyone.ranks,)): everyone
+    }
 
     def shared(name: str, ranks: Ranks) -> Group:
         number = sum(known == name for known, _ in opened)
         if (name, ranks) not in opened:
-            opened[name, ranks] = world.split(f"{prefix}{name}{number or ''}", ranks)
+            opened[name, ranks] = world.split(
+                f"{prefix}{name}{number or ''}", ranks
+            )
         return opened[name, ranks]
 
     # Apart from the regions' group, so that no sum comes between two messages of a
@@ -204,7 +220,12 @@ def _open_units(
     heads = model.counts.get("kv", 0)
     same = layout.tp // heads if heads and layout.tp > heads else 1
     over_tp = mesh.groups(["tp"])
-    whole = {op.piece for row in program.rows for op in row if op.kind == ops.TO_OWNERS}
+    whole = {
+        op.piece
+        for row in program.rows
+        for op in row
+        if op.kind == ops.TO_OWNERS
+    }
     also = {
         # ranks that hold the same KV head
         "kv": shared("kv", _in_runs(over_tp, same)),
@@ -220,7 +241,9 @@ def _open_units(
             scales = shared("scales", mesh.groups(axes.shard))
         if unit % len(model.pieces) in whole:
             # Ranks of tp that share experts hold different experts.
-            routed = isinstance(model.pieces[unit % len(model.pieces)][1], ExpertsPart)
+            routed = isinstance(
+                model.pieces[unit % len(model.pieces)][1], ExpertsPart
+            )
             own = {"tp"} - set(layout.experts if routed else ())
             matrices = shared(
                 "matrices", mesh.groups((*axes.shard, *axes.replica, *own))
@@ -265,15 +288,22 @@ def _open_whole(
 
 
 def _place(mesh: Mesh, axes: UnitAxes, rank: int) -> UnitPlace:
-    shards, replicas = mesh.group(rank, axes.shard), mesh.group(rank, axes.replica)
+    shards, replicas = (
+        mesh.group(rank, axes.shard),
+        mesh.group(rank, axes.replica),
+    )
     return UnitPlace(
-        mesh.coordinates(rank).get("tp", 0), shards.index(rank), replicas.index(rank)
+        mesh.coordinates(rank).get("tp", 0),
+        shards.index(rank),
+        replicas.index(rank),
     )
 
 
 def _in_runs(groups: Ranks, size: int) -> Ranks:
     """Split groups into runs of `size` neighbours."""
-    return tuple(g[i : i + size] for g in groups for i in range(0, len(g), size))
+    return tuple(
+        g[i : i + size] for g in groups for i in range(0, len(g), size)
+    )
 
 
 def _stages(pipelines: Ranks, stages: set[int]) -> Ranks:
@@ -282,16 +312,24 @@ def _stages(pipelines: Ranks, stages: set[int]) -> Ranks:
     groups: list[tuple[int, ...]] = []
     for pipeline in pipelines:
         groups += [
-            (rank,) for stage, rank in enumerate(pipeline) if stage not in together
+            (rank,)
+            for stage, rank in enumerate(pipeline)
+            if stage not in together
         ]
-        groups += [tuple(pipeline[stage] for stage in sorted(together))] * bool(
-            together
-        )
+        groups += [
+            tuple(pipeline[stage] for stage in sorted(together))
+        ] * bool(together)
     return tuple(groups)
 
 
 def _flows(program: Program, *, forward: bool) -> list[tuple[int, int]]:
     """The (from, to) stages between which a program sends activations, or gradients."""
     sends = (op for row in program.rows for op in row if op.kind == ops.SEND)
-    ends = ((op.piece, op.peer) for op in sends if (op.of == ops.FORWARD) == forward)
-    return sorted({(program.host[piece], program.host[peer]) for piece, peer in ends})
+    ends = (
+        (op.piece, op.peer)
+        for op in sends
+        if (op.of == ops.FORWARD) == forward
+    )
+    return sorted(
+        {(program.host[piece], program.host[peer]) for piece, peer in ends}
+    )

@@ -17,8 +17,12 @@ def alike(model: Model) -> tuple[int, ...]:
     """The kind of each piece, numbered in the order in which kinds first occur."""
     kinds: dict[Any, int] = {}
     names = {parameter: name for name, parameter in model.weights.items()}
-    every = (_signature(model, number, names) for number in range(len(model.pieces)))
-    return tuple(kinds.setdefault(signature, len(kinds)) for signature in every)
+    every = (
+        _signature(model, number, names) for number in range(len(model.pieces))
+    )
+    return tuple(
+        kinds.setdefault(signature, len(kinds)) for signature in every
+    )
 
 
 def _signature(
@@ -48,7 +52,8 @@ def _signature(
             for key, p in child.named_parameters(recurse=False)
         )
         buffers = tuple(
-            (key, tuple(b.shape)) for key, b in child.named_buffers(recurse=False)
+            (key, tuple(b.shape))
+            for key, b in child.named_buffers(recurse=False)
         )
         parts.append((path, type(child), facts, weights, buffers))
     edge = number == 0, number == len(model.pieces) - 1
@@ -74,7 +79,9 @@ def _hashable(value: Any) -> Any:
     if not isinstance(value, FunctionType):
         return value
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    return value.__code__, tuple(_hashable(x) if _plain(x) else id(x) for x in cells)
+    return value.__code__, tuple(
+        _hashable(x) if _plain(x) else id(x) for x in cells
+    )
 
 
 def one_of_each(model: Model) -> Model:

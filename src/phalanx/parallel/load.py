@@ -35,7 +35,9 @@ def load_model(text: str) -> Model:
         with running(path, LayoutError), parameters_on_meta():
             instance = make()
         plan = getattr(module, "tp_plan", None)
-        return as_it_is(instance, make, plan(instance) if callable(plan) else plan)
+        return as_it_is(
+            instance, make, plan(instance) if callable(plan) else plan
+        )
     with running(path, LayoutError), torch.device("meta"):
         instance = make()
         made = describe(instance)

@@ -54,11 +54,16 @@ class LocalModel:
     @torch.no_grad()
     def complete(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A microbatch with the tensors that the rank's pieces derive from it."""
-        return {**batch, **{name: make(batch) for name, make in self.derived.items()}}
+        return {
+            **batch,
+            **{name: make(batch) for name, make in self.derived.items()},
+        }
 
     def weights(self, unit: int) -> list[Unit]:
         """A unit's trained weights and its frozen weights."""
-        return [units[unit] for units in (self.units, self.frozen) if unit in units]
+        return [
+            units[unit] for units in (self.units, self.frozen) if unit in units
+        ]
 
     @property
     def every_unit(self) -> list[Unit]:
@@ -132,9 +137,13 @@ def build_local(
     if pairs := preference_loss([piece for _, piece in model.pieces]):
         pairs.shard_time((groups.ring, groups.ulysses))
     pool = BufferPool(world.device, empty=world.empty, poison=poison)
-    maker = _UnitMaker(model, layout, program, role, groups, pool, precision, weights)
+    maker = _UnitMaker(
+        model, layout, program, role, groups, pool, precision, weights
+    )
     trained, frozen = maker.units(frozen=False), maker.units(frozen=True)
-    of_number = {n: [u[n] for u in (trained, frozen) if n in u] for n in maker.held}
+    of_number = {
+        n: [u[n] for u in (trained, frozen) if n in u] for n in maker.held
+    }
     _place(model, of_number, role.pieces, layout, at, world.device)
     draw = partial(_draw, model, of_number)
     if seed is not None:
@@ -181,7 +190,9 @@ class _Role:
         kinds = {op.kind for op in row}
         splits = ops.INPUT_GRADIENT in kinds
         return cls(
-            pieces=tuple(piece for piece, row in program.host.items() if row == number),
+            pieces=tuple(
+                piece for piece, row in program.host.items() if row == number
+            ),
             dropped=frozenset(op.piece for op in row if op.kind == ops.DROP),
             splits=splits,
             offloads=ops.OFFLOAD in kinds,
@@ -203,7 +214,12 @@ class _UnitMaker:
         precision: Precision,
         weights: Mapping[str, Weight],
     ) -> None:
-        self.model, self.program, self.role, self.groups = model, program, role, groups
+        self.model, self.program, self.role, self.groups = (
+            model,
+            program,
+            role,
+            groups,
+        )
         self.pool, self.precision, self.weights = pool, precision, weights
         self.count = len(model.pieces)
         self.at_host = layout.weights_on_host
@@ -211,7 +227,9 @@ class _UnitMaker:
         experts = [piece + self.count for piece in role.pieces]
         # The numbers of this rank's units: those of its pieces, and those of their
         # experts.
-        self.held = sorted(own) + [n for n in experts if n in model.unit_of.values()]
+        self.held = sorted(own) + [
+            n for n in experts if n in model.unit_of.values()
+        ]
         self.narrow = frozenset[str]()
         if layout.gathers_in_8_bits:
             self.narrow = narrow_names(model, precision.matmul)
@@ -223,7 +241,8 @@ class _UnitMaker:
             chosen = [
                 weight
                 for name, weight in self.weights.items()
-                if self.model.unit_of[name] == number and weight.frozen == frozen
+                if self.model.unit_of[name] == number
+                and weight.frozen == frozen
             ]
             # A piece without weights still has a unit of trained ones, unless the
             # program freezes it.
@@ -232,7 +251,9 @@ class _UnitMaker:
                 units[number] = self._unit(number, chosen, frozen=frozen)
         return units
 
-    def _unit(self, number: int, weights: Sequence[Weight], *, frozen: bool) -> Unit:
+    def _unit(
+        self, number: int, weights: Sequence[Weight], *, frozen: bool
+    ) -> Unit:
         piece = number % self.count
         groups = self.groups.units[number]
         if frozen and self.groups.whole is not None:
@@ -257,7 +278,9 @@ class _UnitMaker:
         """True if weights are stored in the compute dtype, not as masters."""
         p = self.precision
         same = p.compute == p.master == p.reduce and not p.matmul
-        stays = not (self.at_host or self.role.dropped or self.program.replicated)
+        stays = not (
+            self.at_host or self.role.dropped or self.program.replicated
+        )
         return same and stays and not self.role.adds
 
 
@@ -278,7 +301,9 @@ def _edge(
     if model.edges:
         own = next(iter(model.weights.values())).dtype
         edges = model.edges(piece, batch)
-        like = {n: x.to(dtype) if x.dtype == own else x for n, x in edges.items()}
+        like = {
+            n: x.to(dtype) if x.dtype == own else x for n, x in edges.items()
+        }
     else:
         width = model.shape.hidden if model.shape else 0
         shape = edge_shape(batch, width, layout.tp if layout.seq else 1)
@@ -300,7 +325,9 @@ def _real(x: Tensor, device: torch.device) -> Tensor:
 def _stays(weights: Sequence[Weight], groups: UnitGroups) -> bool:
     """True if the gradients of these weights go to no other rank."""
     every = groups.gather, groups.reduce, groups.replica, groups.tie
-    return all(group.size == 1 for group in every) and not any(w.adds for w in weights)
+    return all(group.size == 1 for group in every) and not any(
+        w.adds for w in weights
+    )
 
 
 def world_place(layout: Layout, rank: int) -> dict[str, int]:
@@ -321,11 +348,17 @@ def _piece(
 ) -> Piece:
     module, compiled = model.pieces[piece][1], None
     # On meta each operation is costed on its own, so nothing is compiled.
-    apart = isinstance(module, ExpertsPart) or getattr(module, "uncompiled", False)
+    apart = isinstance(module, ExpertsPart) or getattr(
+        module, "uncompiled", False
+    )
     if layout.compile and device.type != "meta" and not apart:
         refuse_uncompiled(device)
-        again = layout.recompute == "selective" and 0 < piece < program.pieces - 1
-        compiled = CompiledModule(module, layout.compile, device, selective=again)
+        again = (
+            layout.recompute == "selective" and 0 < piece < program.pieces - 1
+        )
+        compiled = CompiledModule(
+            module, layout.compile, device, selective=again
+        )
     numbers = *program.units(piece), piece + len(model.pieces)
     return Piece(
         module,
@@ -357,9 +390,13 @@ def _place(
             for key, parameter in list(child._parameters.items()):
                 if parameter is not None:
                     child._parameters[key] = bound[originals[parameter]]
-            buffers = {key: x for key, x in child._buffers.items() if x is not None}
+            buffers = {
+                key: x for key, x in child._buffers.items() if x is not None
+            }
             for key, x in buffers.items():
-                child._buffers[key] = _real(x, device) if x.is_meta else x.to(device)
+                child._buffers[key] = (
+                    _real(x, device) if x.is_meta else x.to(device)
+                )
             reset = getattr(child, "reset_buffers", None)
             if buffers and callable(reset):
                 reset()
@@ -417,13 +454,16 @@ def _fill(
             if chosen(weight.name):
                 wide = weight.local[-1] if weight.local else 1
                 rows = weight.rows[begin // wide : -(-stop // wide)]
-                box = rows[rows > 0] - 1, weight.box[-1] if weight.box else slice(1)
+                box = (
+                    rows[rows > 0] - 1,
+                    weight.box[-1] if weight.box else slice(1),
+                )
                 part = part_of(weight.name, unit.precision.master, box)
                 if part.shape != (len(rows), wide):
                     padded = part.new_zeros(len(rows), wide)
                     padded[rows > 0, : part.shape[1]] = part
                     part = padded
-                unit.home[at : at + stop - begin] = part.view(-1)[begin % wide :][
-                    : stop - begin
-                ]
+                unit.home[at : at + stop - begin] = part.view(-1)[
+                    begin % wide :
+                ][: stop - begin]
         unit.bring_up()

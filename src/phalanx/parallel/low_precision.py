@@ -46,7 +46,11 @@ class Rounded(NamedTuple):
         """The values that the matmul uses: rounded numbers times their scales."""
         scales = self.of_rows().to(dtype)
         if self.run < self.numbers.shape[-1]:
-            scales = scales.unsqueeze(-1).expand(*scales.shape, self.run).flatten(-2)
+            scales = (
+                scales.unsqueeze(-1)
+                .expand(*scales.shape, self.run)
+                .flatten(-2)
+            )
         return self.numbers.to(dtype) * scales
 
     def of_rows(self) -> Tensor:
@@ -80,13 +84,17 @@ def rounded(
     if square:
         factor = factor.repeat_interleave(run, 0)[: len(x)]
     # To float32 first: rounding float64 straight to the format would give other values.
-    numbers = (parts * factor.unsqueeze(-1)).float().clamp(-most, most).to(dtype)
+    numbers = (
+        (parts * factor.unsqueeze(-1)).float().clamp(-most, most).to(dtype)
+    )
     # Keep the padding of the last run: without it a torch.compile kernel computes other
     # values (2.13, CPU).
     return Rounded(numbers.flatten(-2), scales, run, square)
 
 
-def _scales(largest: Tensor, most: float, power: bool) -> tuple[Tensor, Tensor]:
+def _scales(
+    largest: Tensor, most: float, power: bool
+) -> tuple[Tensor, Tensor]:
     """Factors that multiply the values before rounding, and those that restore them."""
     if power:
         # A float8_e8m0fnu is the exponent of a float32; 255 means infinity or NaN.
@@ -116,7 +124,9 @@ def largest_of(x: Tensor, run: int, *, square: bool) -> Tensor:
     if not square:
         return largest
     m = len(largest)
-    return F.pad(largest, (0, 0, 0, -m % run)).view(-(-m // run), run, -1).amax(1)
+    return (
+        F.pad(largest, (0, 0, 0, -m % run)).view(-(-m // run), run, -1).amax(1)
+    )
 
 
 def product(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
@@ -124,11 +134,15 @@ def product(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
     if a.numbers.is_meta:  # costed as one matmul, for the device's kernels
         k = a.numbers[..., 0, :].numel()
         one = a.numbers.new_empty((), dtype=out)
-        return one.expand(a.numbers.shape[-2], k) @ one.expand(k, b.numbers.shape[-2])
+        return one.expand(a.numbers.shape[-2], k) @ one.expand(
+            k, b.numbers.shape[-2]
+        )
     if a.numbers.is_cuda and out != torch.float64 and _takes(a, b):
         return _on_device(a, b, out)
     x, y = (
-        z.restored(torch.promote_types(out, torch.float32)).movedim(-2, 0).flatten(1)
+        z.restored(torch.promote_types(out, torch.float32))
+        .movedim(-2, 0)
+        .flatten(1)
         for z in (a, b)
     )
     return (x @ y.mT).to(out)
@@ -139,7 +153,10 @@ class EightBits:
 
     def __init__(self, traits: MatmulTraits) -> None:
         self.traits = traits
-        self.shared: dict[str, Any] = {"run": traits.run, "power": traits.power}
+        self.shared: dict[str, Any] = {
+            "run": traits.run,
+            "power": traits.power,
+        }
 
     @property
     def one_copy(self) -> bool:
@@ -154,16 +171,27 @@ class EightBits:
         y = product(a, self._weight(weight), x.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def input_gradient(self, gradient: Tensor, weight: Tensor | Narrow) -> Tensor:
-        a = rounded(gradient.flatten(0, -2), self.traits.gradient, **self.shared)
+    def input_gradient(
+        self, gradient: Tensor, weight: Tensor | Narrow
+    ) -> Tensor:
+        a = rounded(
+            gradient.flatten(0, -2), self.traits.gradient, **self.shared
+        )
         y = product(a, self._weight(weight.mT), gradient.dtype)
         return y.view(*gradient.shape[:-1], y.shape[-1])
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         a, b = (
             # (sequences, features, tokens): scales run along the tokens of one sequence
-            rounded(z.flatten(0, -3).mT if z.dim() > 2 else z.mT, form, **self.shared)
-            for z, form in ((gradient, self.traits.gradient), (x, self.traits.forward))
+            rounded(
+                z.flatten(0, -3).mT if z.dim() > 2 else z.mT,
+                form,
+                **self.shared,
+            )
+            for z, form in (
+                (gradient, self.traits.gradient),
+                (x, self.traits.forward),
+            )
         )
         return product(a, b, torch.promote_types(x.dtype, torch.float32))
 
@@ -177,11 +205,17 @@ class EightBits:
             return Rounded(numbers, scales, run, self.traits.square)
         return self.narrowed(weight)
 
-    def narrowed(self, weight: Tensor, largest: Tensor | None = None) -> Rounded:
+    def narrowed(
+        self, weight: Tensor, largest: Tensor | None = None
+    ) -> Rounded:
         """Round a weight, or rows of it, with its tiles' `largest` magnitudes."""
         square = self.traits.square
         return rounded(
-            weight, self.traits.forward, square=square, largest=largest, **self.shared
+            weight,
+            self.traits.forward,
+            square=square,
+            largest=largest,
+            **self.shared,
         )
 
     def scales(self, largest: Tensor) -> Tensor:
@@ -210,7 +244,9 @@ class _OfExpert(torch.autograd.Function):
         return ctx.matmul.input_gradient(gradient, weight), of_weight, None
 
 
-def of_expert(matmul: Matmul, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def of_expert(
+    matmul: Matmul, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """The fp8 matmul of an expert's tokens x (n, in); n may be 0."""
     y: Tensor = _OfExpert.apply(x, weight, matmul)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
@@ -240,7 +276,11 @@ def refuse_without_kernels(word: str, device: torch.device) -> None:
     )
     if not fits:
         least = (
-            "10.0" if traits.power else "9.0, and no other," if traits.square else "8.9"
+            "10.0"
+            if traits.power
+            else "9.0, and no other,"
+            if traits.square
+            else "8.9"
         )
         raise LayoutError(
             f"{word} needs a GPU of compute capability {least}, and"
@@ -254,21 +294,29 @@ def _takes(a: Rounded, b: Rounded) -> bool:
     k, n = a.numbers.shape[-1], b.numbers.shape[-2]
     m = a.numbers.shape[-2]
     return (
-        m > 0 and k > 0 and k % 16 == 0 and n % (b.run if _in_squares(b) else 16) == 0
+        m > 0
+        and k > 0
+        and k % 16 == 0
+        and n % (b.run if _in_squares(b) else 16) == 0
     )
 
 
 def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
     """Multiply with `scaled_mm`, which returns bfloat16; one call for each sequence."""
     if a.numbers.dim() > 2:
-        y = a.numbers.new_zeros(a.numbers.shape[-2], b.numbers.shape[-2], dtype=out)
+        y = a.numbers.new_zeros(
+            a.numbers.shape[-2], b.numbers.shape[-2], dtype=out
+        )
         for n in range(len(a.numbers)):
             one, other = (
-                z._replace(numbers=z.numbers[n], scales=z.scales[n]) for z in (a, b)
+                z._replace(numbers=z.numbers[n], scales=z.scales[n])
+                for z in (a, b)
             )
             y += _on_device(one, other, out)
         return y
-    (scale_a, recipe_a, swizzle), (scale_b, recipe_b, _) = (_recipe(z) for z in (a, b))
+    (scale_a, recipe_a, swizzle), (scale_b, recipe_b, _) = (
+        _recipe(z) for z in (a, b)
+    )
     if recipe_b == recipe_a and scale_b.shape[1:] == (1,):  # per-row scales
         scale_b = scale_b.t()
     kernel: Any = F.scaled_mm
@@ -287,7 +335,9 @@ def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
         # scaling).
         m, runs = z.scales.shape
         padded = F.pad(z.scales.view(torch.uint8), (0, -runs % 4, 0, -m % 128))
-        tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+        tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(
+            0, 3, 2, 1, 4
+        )
         flat = tiles.flatten().view(torch.float8_e8m0fnu)
         return flat, kind.BlockWise1x32, order.SWIZZLE_32_4_4
     if z.run == z.numbers.shape[-1]:
@@ -295,7 +345,11 @@ def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
     if _in_squares(z):
         padded = F.pad(z.scales, (0, -z.scales.shape[1] % 4))
         return padded.contiguous().t(), kind.BlockWise128x128, order.NO_SWIZZLE
-    return z.of_rows().t().contiguous().t(), kind.BlockWise1x128, order.NO_SWIZZLE
+    return (
+        z.of_rows().t().contiguous().t(),
+        kind.BlockWise1x128,
+        order.NO_SWIZZLE,
+    )
 
 
 def _in_squares(z: Rounded) -> bool:

@@ -62,7 +62,9 @@ def refuse_mixing(
 ) -> None:
     """Raise a LayoutError with every module that would receive too few tokens."""
     if model.as_it_is and layout.tp > 1:
-        tokens = min(_SHORTEST, model.shape.sequence if model.shape else _SHORTEST)
+        tokens = min(
+            _SHORTEST, model.shape.sequence if model.shape else _SHORTEST
+        )
         refuse_wrong_plan(model, layout, batch or probe_batch(model, tokens))
     if wrong := mixing(model, layout):
         raise LayoutError("\n".join(wrong))
@@ -121,13 +123,17 @@ class _Trial:
     @classmethod
     def of(cls, model: Model, layout: Layout) -> _Trial:
         few = one_of_each(model)
-        sizes = [sum(p.numel() for p in piece.parameters()) for _, piece in few.pieces]
+        sizes = [
+            sum(p.numel() for p in piece.parameters())
+            for _, piece in few.pieces
+        ]
         tokens = min(_LONGEST, max(_SHORTEST, int(_WORK / max(1, *sizes))))
         tokens = min(tokens, few.shape.sequence if few.shape else _SHORTEST)
         tokens -= tokens % time_multiple(layout)
         dtype = probe_dtype(few)
         weights = {
-            name: random_weight(name, p.shape, dtype) for name, p in few.weights.items()
+            name: random_weight(name, p.shape, dtype)
+            for name, p in few.weights.items()
         }
         return cls(few, layout, weights, probe_batch(few, tokens))
 
@@ -145,8 +151,14 @@ class _Trial:
             whole = self._alone()
             refuse_not_finite(whole)
         except Exception as error:
-            text = str(error) if isinstance(error, ProbeFailed) else error_text(error)
-            return self._sentence(f"The model cannot be tried on one process: {text}")
+            text = (
+                str(error)
+                if isinstance(error, ProbeFailed)
+                else error_text(error)
+            )
+            return self._sentence(
+                f"The model cannot be tried on one process: {text}"
+            )
         found = self._difference(whole)
         plain = replace(self, layout=replace(self.layout, seq=False))
         if not found or (self.layout.seq and plain._difference(whole)):
@@ -157,12 +169,16 @@ class _Trial:
     def _difference(self, whole: ProbeRun) -> str:
         """Describe the difference from the whole run in a sentence, or return ""."""
         try:
-            ranks = run_threads(_on_rank, self.layout.ranks, (self,), _SECONDS, 0)
+            ranks = run_threads(
+                _on_rank, self.layout.ranks, (self,), _SECONDS, 0
+            )
             self._compare(whole, ranks)
         except RankFailed as failed:
             if failed.refusal:
                 return failed.refusal.partition(": ")[2]
-            error = failed.reports[0].error.removeprefix(f"{ProbeFailed.__name__}: ")
+            error = failed.reports[0].error.removeprefix(
+                f"{ProbeFailed.__name__}: "
+            )
             return self._sentence(f"A trial of {self.layout} fails in {error}")
         except _Difference as found:
             if self.layout.cp > 1:
@@ -188,7 +204,11 @@ class _Trial:
 
     def on_rank(self, world: World) -> ProbeRun:
         """Run the pieces on one rank of the layout."""
-        model, layout, at = one_of_each(self.model), self.layout, {"tp": 0, "cp": 0}
+        model, layout, at = (
+            one_of_each(self.model),
+            self.layout,
+            {"tp": 0, "cp": 0},
+        )
         at |= layout.mesh.coordinates(world.rank)
         every, alone = [range(world.size)], [[n] for n in range(world.size)]
 
@@ -218,7 +238,10 @@ class _Trial:
                 partial = last and self.layout.cp > 1
                 same = partial or all(
                     _same(
-                        run.gave[piece].get(key), x, times, cut=key == "x" and not last
+                        run.gave[piece].get(key),
+                        x,
+                        times,
+                        cut=key == "x" and not last,
                     )
                     for key, x in gave.items()
                 )
@@ -248,7 +271,11 @@ def _culprit(
     there = {call.path: call for call in reversed(whole)}
     for call in own:
         want = there.get(call.path)
-        if want is None or want.took is None or not _same(call.took, want.took, times):
+        if (
+            want is None
+            or want.took is None
+            or not _same(call.took, want.took, times)
+        ):
             continue
         for key, x in want.gave.items():
             got = call.gave.get(key)

@@ -40,7 +40,9 @@ EVERY = "*"  # in the names that a piece takes: all entries of the batch
 COLUMNS, NUMBERS = 256, 1 << 16
 
 
-def entries_named(names: tuple[str, ...], batch: Mapping[str, Any]) -> tuple[str, ...]:
+def entries_named(
+    names: tuple[str, ...], batch: Mapping[str, Any]
+) -> tuple[str, ...]:
     """The names that a piece takes, including all entries of a batch if it takes `EVERY`."""
     return (*names, *batch) if EVERY in names else names
 
@@ -107,7 +109,8 @@ class Model:
             names[cast(nn.Parameter, module.weight)]: module.padding_idx
             for _, piece in self.pieces
             for module in piece.modules()
-            if isinstance(module, nn.Embedding) and module.padding_idx is not None
+            if isinstance(module, nn.Embedding)
+            and module.padding_idx is not None
         }
         object.__setattr__(self, "padding", rows)
 
@@ -138,7 +141,9 @@ class Model:
         units: dict[str, int] = {}
         for piece, (_, module) in enumerate(self.pieces):
             mine = [names[parameter] for parameter in module.parameters()]
-            routed = {name for name in mine if "experts" in self.rules.dims(name)}
+            routed = {
+                name for name in mine if "experts" in self.rules.dims(name)
+            }
             beside = len(self.pieces) if len(routed) < len(mine) else 0
             for name in mine:
                 units.setdefault(name, piece + beside * (name in routed))
@@ -156,7 +161,9 @@ class Model:
             for piece, (_, module) in enumerate(self.pieces)
             for parameter in module.parameters()
         )
-        return tuple(dict.fromkeys((p, unit) for p, unit in pairs if p != unit % count))
+        return tuple(
+            dict.fromkeys((p, unit) for p, unit in pairs if p != unit % count)
+        )
 
     def takes(self, piece: int) -> tuple[str, ...]:
         """The names of a piece's inputs.
@@ -164,7 +171,9 @@ class Model:
         All pieces but the first take the activations as their first argument, under any
         name. A piece with `takes_batch` takes every entry of the batch.
         """
-        signature = inspect.signature(type(self.pieces[piece][1]).forward).parameters
+        signature = inspect.signature(
+            type(self.pieces[piece][1]).forward
+        ).parameters
         names = [
             n
             for n, p in signature.items()
@@ -210,11 +219,18 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
         rules = _adapt(plain, Rules.parse(rules), shape) + rules
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
     made = Model(
-        pieces, Rules.parse(rules), counts, plain.draw, shape, derived=plain.derived
+        pieces,
+        Rules.parse(rules),
+        counts,
+        plain.draw,
+        shape,
+        derived=plain.derived,
     )
     made = _freeze(made, shape)
     balanced = (
-        n for n in made.weights if n.endswith("router.bias") and n not in made.frozen
+        n
+        for n in made.weights
+        if n.endswith("router.bias") and n not in made.frozen
     )
     return replace(made, rates=dict.fromkeys(balanced, shape.balance_rate))
 
@@ -304,7 +320,9 @@ def start(
     out = torch.empty(len(rows), right - left)
     for i in (rows // down).unique_consecutive().tolist():
         here = slice(
-            *torch.searchsorted(rows, torch.tensor([i * down, (i + 1) * down])).tolist()
+            *torch.searchsorted(
+                rows, torch.tensor([i * down, (i + 1) * down])
+            ).tolist()
         )
         for j in range(left // across, -(-right // across)):
             size = min(down, high - i * down), min(across, wide - j * across)
@@ -317,12 +335,17 @@ def start(
             )
             tile = torch.empty(size if tiled else shape)
             (draw_lora if is_lora(name) else model.draw)(name, tile, generator)
-            first, last = max(left, j * across), min(right, j * across + size[1])
+            first, last = (
+                max(left, j * across),
+                min(right, j * across + size[1]),
+            )
             own = tile.view(size)[:, first - j * across : last - j * across]
             all_rows = here.stop - here.start == size[0]
             out[here, first - left : last - left] = (
                 own if all_rows else own[rows[here] - i * down]
             )
     if model.draw is _draw and name in model.padding:
-        out[rows == model.padding[name]] = 0.0  # as nn.Embedding initializes it
+        out[rows == model.padding[name]] = (
+            0.0  # as nn.Embedding initializes it
+        )
     return (out if part else out.view(shape)).to(dtype)

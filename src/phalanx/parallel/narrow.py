@@ -48,7 +48,9 @@ def linear_weights(model: Model) -> frozenset[str]:
         for child in narrowable(block)
     ]
     found = {names[weight] for weight in weights if weight.dim() == 2}
-    return frozenset(name for name in found if model.unit_of[name] not in shared)
+    return frozenset(
+        name for name in found if model.unit_of[name] not in shared
+    )
 
 
 class NarrowUnit(Unit):
@@ -86,13 +88,18 @@ class NarrowUnit(Unit):
         self.common = torch.empty(
             sum(numbers), dtype=self.precision.compute, device=device
         )
-        views = zip(shapes.items(), torch.split(self.common, numbers), strict=True)
+        views = zip(
+            shapes.items(), torch.split(self.common, numbers), strict=True
+        )
         # For a matrix, the maximum of each tile; for other weights, all values.
         self.views = {name: flat.view(shape) for (name, shape), flat in views}
         self.scales = {
-            name: torch.empty(shapes[name], device=device) for name in sorted(narrow)
+            name: torch.empty(shapes[name], device=device)
+            for name in sorted(narrow)
         }
-        self.beside = sum(x.nbytes for x in (self.common, *self.scales.values()))
+        self.beside = sum(
+            x.nbytes for x in (self.common, *self.scales.values())
+        )
         self._bind_others()
 
     def _squares(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -105,16 +112,24 @@ class NarrowUnit(Unit):
     @torch.no_grad()
     def gather(self) -> Work:
         # this rank's part of the gather, one byte for each element
-        own = torch.zeros(self.part, dtype=torch.uint8, device=self.pool.device)
+        own = torch.zeros(
+            self.part, dtype=torch.uint8, device=self.pool.device
+        )
         for (weight, start, stop, at), rows, squares in self._rows():
             # (rows, columns), without the columns that fill up the last tile
-            numbers = self.matmul.narrowed(rows, squares).numbers[:, : rows.shape[1]]
+            numbers = self.matmul.narrowed(rows, squares).numbers[
+                :, : rows.shape[1]
+            ]
             numbers = numbers.reshape(-1).view(torch.uint8)
             # elements in the first row of tiles that belong to other ranks
             before = start % (weight.local[1] * self.run)
-            own[at : at + stop - start] = numbers[before : before + stop - start]
+            own[at : at + stop - start] = numbers[
+                before : before + stop - start
+            ]
         whole = self._take().view(torch.uint8)
-        return self.groups.gather.all_gather(whole, own, still=True, wait=False)
+        return self.groups.gather.all_gather(
+            whole, own, still=True, wait=False
+        )
 
     @torch.no_grad()
     def agree_scales(self) -> Work:
@@ -127,7 +142,9 @@ class NarrowUnit(Unit):
         for _, rows, squares in self._rows():
             squares.copy_(largest_of(rows, self.run, square=True))
         group = self.groups.scales
-        assert group is not None, f"unit {self.number} has no group for its scales"
+        assert group is not None, (
+            f"unit {self.number} has no group for its scales"
+        )
         return ChainedWork(
             group.all_reduce(self.common, "max", wait=False), self._rescale
         )
@@ -139,7 +156,9 @@ class NarrowUnit(Unit):
 
     def _parts(self) -> Iterator[tuple[Entry, Tensor]]:
         for entry in self.entries():
-            part = self.home[entry.offset : entry.offset + entry.stop - entry.start]
+            part = self.home[
+                entry.offset : entry.offset + entry.stop - entry.start
+            ]
             yield entry, part.to(self.pool.device, self.precision.compute)
 
     def _rows(self) -> Iterator[tuple[Entry, Tensor, Tensor]]:
@@ -153,7 +172,9 @@ class NarrowUnit(Unit):
                 continue
             square = columns * self.run  # elements in a row of tiles
             first, before = divmod(entry.start, square)
-            rows = part.new_zeros(-(-entry.stop // columns) - first * self.run, columns)
+            rows = part.new_zeros(
+                -(-entry.stop // columns) - first * self.run, columns
+            )
             rows.view(-1)[before : before + len(part)] = part
             yield (
                 entry,

@@ -58,7 +58,12 @@ class _Given:
             if a != b:
                 break
             alike += 1
-        if not alike and self.took and self.shape and not self.shape[0] % self.took[0]:
+        if (
+            not alike
+            and self.took
+            and self.shape
+            and not self.shape[0] % self.took[0]
+        ):
             # several rows for each of the batch, as for pairs of texts
             return (self.shape[0] // self.took[0] * took[0], *self.shape[1:])
         return (*took[:alike], *self.shape[alike:])
@@ -70,7 +75,10 @@ class WeightOutside(Tensor):
     reason = ""
     # attributes and methods of tensors, as torch hands them to __torch_function__
     _FACTS = (
-        *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape")),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("dtype", "device", "shape")
+        ),
         Tensor.size,
         Tensor.dim,
     )
@@ -115,14 +123,18 @@ class OwnFrame(Frame):
             return known
         return value
 
-    def run(self, running: Running, batch: Batch, own: nn.Module | None = None) -> Any:
+    def run(
+        self, running: Running, batch: Batch, own: nn.Module | None = None
+    ) -> Any:
         """Runs the forward. `own` is the first piece, if that runs: it has the bare weights."""
         for owner, key, name in self.bare:
             weight = None if own is None else own._parameters[name]
             owner._parameters[key] = self._nothing(owner, key, batch, weight)
         device = next(iter(batch.values())).device
         self._bring_buffers(device)
-        given = arguments_for(self.module.forward, with_ignored(batch, self.ignored))
+        given = arguments_for(
+            self.module.forward, with_ignored(batch, self.ignored)
+        )
         # On meta, where pieces are costed, what the forward makes by itself is on meta too.
         with torch.device(device) if device.type == "meta" else nullcontext():
             return self.until_reached(running, partial(self.module, **given))
@@ -197,7 +209,9 @@ class OwnHead(_OwnOuter):
         self.last = last
 
     def forward(self, x: Tensor, /, **batch: Tensor) -> Any:
-        return self.frame.run(self.running(self.last, lambda *_, **__: x), batch)
+        return self.frame.run(
+            self.running(self.last, lambda *_, **__: x), batch
+        )
 
 
 def _block_forward(self: Any, x: Tensor, /, **batch: Tensor) -> Tensor:
@@ -222,7 +236,11 @@ def _block_forward(self: Any, x: Tensor, /, **batch: Tensor) -> Tensor:
 
 @cache
 def _block_class(kind: Any) -> type[nn.Module]:
-    members = {"forward": _block_forward, "theirs": kind.forward, "takes_batch": True}
+    members = {
+        "forward": _block_forward,
+        "theirs": kind.forward,
+        "takes_batch": True,
+    }
     return type(kind.__name__, (kind,), members)
 
 
@@ -237,14 +255,18 @@ class Apart:
     model: Model
     frame: OwnFrame
     blocks: Sequence[nn.Module]
-    cuts: Mapping[str, OwnerCut]  # by the name of the module that owns sharded linears
+    cuts: Mapping[
+        str, OwnerCut
+    ]  # by the name of the module that owns sharded linears
     width: int
     returned: Any
     words: int
     places: int
 
 
-def take_apart(module: nn.Module, example: Batch, plan: Plan | None = None) -> Apart:
+def take_apart(
+    module: nn.Module, example: Batch, plan: Plan | None = None
+) -> Apart:
     """The pieces of a module on meta; a LayoutError says why it cannot be cut, and where."""
     kind = type(module).__name__
     try:
@@ -273,7 +295,9 @@ def _taken_apart(module: nn.Module, example: Batch, plan: Plan) -> Apart:
     outer = take_out(frame, path, layers, named)
     trial = _RunOnMeta(frame, blocks, outer)
     around = around_blocks(trial.run(example), outer)
-    children = [f"{names[layers]}.{child}" for child, _ in layers.named_children()]
+    children = [
+        f"{names[layers]}.{child}" for child, _ in layers.named_children()
+    ]
     listed = dict(zip(children, blocks, strict=True))
     cuts, why_whole = dict[str, OwnerCut](), ""
     try:
@@ -331,7 +355,9 @@ def _sharded(
             path = owner.removeprefix(f"{name}.")
             module = block.get_submodule(path)
             rules = cut.rules(module)
-            lines += [f"blocks.{number}.{path}.{key} : {dims}" for key, dims in rules]
+            lines += [
+                f"blocks.{number}.{path}.{key} : {dims}" for key, dims in rules
+            ]
             cut.apply(module)
     return lines
 
@@ -354,7 +380,9 @@ def blocks_of(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
             " class"
         )
     parts = best.split(".")
-    owners = [module.get_submodule(".".join(parts[:n])) for n in range(len(parts))]
+    owners = [
+        module.get_submodule(".".join(parts[:n])) for n in range(len(parts))
+    ]
     return owners, module.get_submodule(best)
 
 
@@ -401,8 +429,13 @@ class _RunOnMeta:
 
     def run(self, example: Batch) -> list[Key]:
         """The modules in the order in which the forward calls them."""
-        meta = {name: torch.empty_like(x, device="meta") for name, x in example.items()}
-        first = next(iter(arguments_for(self.frame.module.forward, meta).values()))
+        meta = {
+            name: torch.empty_like(x, device="meta")
+            for name, x in example.items()
+        }
+        first = next(
+            iter(arguments_for(self.frame.module.forward, meta).values())
+        )
         seen = _LossSeen()
         hooks = [
             module.register_forward_pre_hook(partial(self._looked_up, first))
@@ -429,7 +462,9 @@ class _RunOnMeta:
         self.frame.ignored = seen.ignored
         return self.order
 
-    def _called(self, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
+    def _called(
+        self, module: nn.Module, args: Any, kwargs: Any, y: Any
+    ) -> None:
         y = y[0] if isinstance(y, tuple) else y
         if isinstance(y, Tensor):
             self.calls[module] = args, kwargs, y.shape
@@ -460,7 +495,9 @@ class _RunOnMeta:
             for owner, key, x in tables:
                 owner._buffers[key] = x
 
-    def _block(self, number: int, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _block(
+        self, number: int, block: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         self.order.append(number)
         if not number and args:
             self.edge = args[0]
@@ -480,16 +517,22 @@ class _RunOnMeta:
             self.after_other.add(number)
         self.last = y
         others = args[1:], kwargs
-        tensors = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)]
+        tensors = [
+            x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)
+        ]
         framed = tensors or number in self.after_other
         self.others[number] = None if framed else others
         return y
 
-    def _outer(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _outer(
+        self, name: str, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         self.order.append(name)
         y = module(*args, **kwargs)
         if not isinstance(y, Tensor):
-            raise LayoutError(f"its module {name} returns a {type(y).__name__}")
+            raise LayoutError(
+                f"its module {name} returns a {type(y).__name__}"
+            )
         took = _first_tensor(args, kwargs)
         self.frame.given[name] = _Given(took.shape, y.shape, y.dtype)
         return y
@@ -516,7 +559,10 @@ class _Edges:
 
 
 def refuse_other_pieces(
-    module: nn.Module, model: Model, weights: Mapping[str, nn.Parameter], example: Batch
+    module: nn.Module,
+    model: Model,
+    weights: Mapping[str, nn.Parameter],
+    example: Batch,
 ) -> None:
     """Runs a module whole and in pieces on the example, with its own weights: both must give the same."""
     bind_weights(model, weights)

@@ -24,7 +24,9 @@ _CONSTRUCTING = threading.Lock()
 
 
 def maker_with(
-    kind: Callable[..., Any], arguments: Mapping[str, Any], beside: Mapping[str, Any]
+    kind: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    beside: Mapping[str, Any],
 ) -> Made:
     """A function that calls a class, or a function that returns a module, with these arguments.
 
@@ -35,14 +37,20 @@ def maker_with(
     name = getattr(kind, "__name__", "the model")
     parameters = inspect.signature(kind).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    own = {key: x for key, x in arguments.items() if key in parameters or open_ended}
+    own = {
+        key: x
+        for key, x in arguments.items()
+        if key in parameters or open_ended
+    }
     others = {key: x for key, x in arguments.items() if key not in own}
     missing = [
         p
         for key, p in parameters.items()
         if p.default is p.empty and p.kind not in _OPEN and key not in own
     ]
-    if len(missing) == 1 and (config := _config_of(missing[0], name, others, beside)):
+    if len(missing) == 1 and (
+        config := _config_of(missing[0], name, others, beside)
+    ):
         made = _config_with(config, others)
         return lambda: kind(**own, **{missing[0].name: made()})
     if others:
@@ -67,9 +75,15 @@ def _config_of(
         annotated = beside.get(annotated)
     if isinstance(annotated, type) and annotated is not parameter.empty:
         return annotated if is_dataclass(annotated) else None
-    classes = [x for x in beside.values() if isinstance(x, type) and is_dataclass(x)]
-    named = [x for x in classes if x.__name__.lower() == f"{owner}config".lower()]
-    fitting = [x for x in classes if arguments.keys() <= {f.name for f in fields(x)}]
+    classes = [
+        x for x in beside.values() if isinstance(x, type) and is_dataclass(x)
+    ]
+    named = [
+        x for x in classes if x.__name__.lower() == f"{owner}config".lower()
+    ]
+    fitting = [
+        x for x in classes if arguments.keys() <= {f.name for f in fields(x)}
+    ]
     if named or len(classes) == 1:
         return (named or classes)[0]
     return fitting[0] if len(fitting) == 1 else None
@@ -82,7 +96,9 @@ def _config_with(config: Any, arguments: Mapping[str, Any]) -> Made:
         if name not in known:
             raise LayoutError(_unknown(name, config.__name__, [*known]))
     for name, field in known.items():
-        required = field.default is MISSING and field.default_factory is MISSING
+        required = (
+            field.default is MISSING and field.default_factory is MISSING
+        )
         if required and name not in arguments:
             raise LayoutError(
                 f"{config.__name__} needs {name}, which nothing names. Write it as a key of [model]:"
@@ -92,7 +108,9 @@ def _config_with(config: Any, arguments: Mapping[str, Any]) -> Made:
 
 
 def _unknown(name: str, owner: str, known: list[str]) -> str:
-    has = f"It takes {', '.join(known)}." if known else "It takes no arguments."
+    has = (
+        f"It takes {', '.join(known)}." if known else "It takes no arguments."
+    )
     return f"{owner} has no argument {name}. {has}{near_word(name, known)}"
 
 
@@ -142,7 +160,9 @@ class OwnStart:
                 module = self.make()
             own = dict(module.named_parameters())
             self.seed = seed
-            self.values = {n: own[theirs].detach() for n, theirs in self.names.items()}
+            self.values = {
+                n: own[theirs].detach() for n, theirs in self.names.items()
+            }
         return self.values
 
     def forget(self) -> None:

@@ -8,8 +8,21 @@ from typing import Any
 
 from torch import nn
 
-HEADS = ("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead", "heads")
-KEYS = ("n_kv_head", "n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads")
+HEADS = (
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "num_attention_heads",
+    "nhead",
+    "heads",
+)
+KEYS = (
+    "n_kv_head",
+    "n_kv_heads",
+    "num_kv_heads",
+    "num_key_value_heads",
+    "kv_heads",
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,10 @@ def heads_of(module: nn.Module) -> Heads:
 
 def _config_of(module: nn.Module) -> Mapping[str, Any]:
     """The configuration of an attention that reads its numbers of heads there, as those of transformers."""
-    attends = "attn" in (name := type(module).__name__.lower()) or "attention" in name
+    attends = (
+        "attn" in (name := type(module).__name__.lower())
+        or "attention" in name
+    )
     config = getattr(module, "config", None)
     return vars(config) if attends and hasattr(config, "__dict__") else {}
 

@@ -51,7 +51,9 @@ class OwnLoss:
         self.compute, self.measure = compute, measure
         self.tried = False
 
-    def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, output: Any, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
         entries = dict(batch)
         if not self.tried:
             self.tried = not _has_no_values(entries)
@@ -62,7 +64,9 @@ class OwnLoss:
         self, output: Any, batch: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         returned = self.compute(output, batch)
-        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+        loss, metrics = (
+            returned if isinstance(returned, tuple) else (returned, {})
+        )
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             raise LayoutError(
                 f"the loss returns a {type(loss).__name__}: return a tensor, alone or in a tuple with"
@@ -77,12 +81,17 @@ class OwnLoss:
         total = loss.sum() if loss.dim() else loss
         if not names:
             return total, None
-        each = [torch.as_tensor(metrics[name], device=loss.device) for name in names]
+        each = [
+            torch.as_tensor(metrics[name], device=loss.device)
+            for name in names
+        ]
         sums = torch.stack([x.detach().sum(dtype=torch.float64) for x in each])
         return total, sums
 
     @torch.no_grad()
-    def _refuse_other_than_sums(self, output: Any, batch: dict[str, Tensor]) -> None:
+    def _refuse_other_than_sums(
+        self, output: Any, batch: dict[str, Tensor]
+    ) -> None:
         rows = next(iter(batch.values())).shape[0]
         if rows < 2 or _has_no_values(batch):
             return  # nothing to cut
@@ -91,7 +100,9 @@ class OwnLoss:
         apart = _apart(whole)
         parts = []
         for part in (slice(0, middle), slice(middle, rows)):
-            own, _ = self._sums(_cut(output, part, rows), _cut(batch, part, rows))
+            own, _ = self._sums(
+                _cut(output, part, rows), _cut(batch, part, rows)
+            )
             parts.append(float(own))
         total = float(whole)
         if not _adds_up([total, *parts], apart):
@@ -163,7 +174,9 @@ def _with_forward(module: Any, forward: Callable[..., Any]) -> None:
     module.__class__ = _kind_with(kind, forward)
 
 
-def make_whole(module: nn.Module, own: OwnLoss | None, measure: Measure) -> None:
+def make_whole(
+    module: nn.Module, own: OwnLoss | None, measure: Measure
+) -> None:
     """Makes a module as it is the only piece of a model: its forward gets the entries of the batch that
     its arguments name, and what it returns goes into this loss. Without one its own loss is taken."""
     module.__dict__["loss_of"] = own or _ReturnedLoss(measure)
@@ -186,7 +199,9 @@ def _by_itself(self: Any, **batch: Tensor) -> dict[str, Tensor]:
     return _with_loss(self, run, None, batch)
 
 
-def _by_the_head(self: Any, x: Tensor, /, **batch: Tensor) -> dict[str, Tensor]:
+def _by_the_head(
+    self: Any, x: Tensor, /, **batch: Tensor
+) -> dict[str, Tensor]:
     """The end of a module's forward after its blocks, with the loss of what it returns."""
 
     def run(activations: Tensor | None, entries: Batch) -> Any:
@@ -276,7 +291,9 @@ class _ReturnedLoss:
     def _is_mean(self, run: _Run, x: Tensor | None, batch: Batch) -> bool:
         rows = next(iter(batch.values())).shape[0]
         if rows < 2:
-            batch = {name: torch.cat((each, each)) for name, each in batch.items()}
+            batch = {
+                name: torch.cat((each, each)) for name, each in batch.items()
+            }
             x = None if x is None else torch.cat((x, x))
             rows *= 2
         middle = rows // 2
@@ -307,14 +324,20 @@ def _apart(loss: Tensor) -> float:
 def _adds_up(values: Sequence[float], apart: float) -> bool:
     """True if the first value is the sum of the others."""
     whole, *parts = values
-    return abs(whole - sum(parts)) <= apart * (abs(whole) + sum(map(abs, parts)))
+    return abs(whole - sum(parts)) <= apart * (
+        abs(whole) + sum(map(abs, parts))
+    )
 
 
-def arguments_for(forward: Callable[..., Any], batch: Batch) -> dict[str, Tensor]:
+def arguments_for(
+    forward: Callable[..., Any], batch: Batch
+) -> dict[str, Tensor]:
     """The entries of a batch that a forward takes, by its arguments' names. Its first argument takes
     the first entry if none has its name."""
     arguments = list(inspect.signature(forward).parameters.values())
-    named = {each.name: batch[each.name] for each in arguments if each.name in batch}
+    named = {
+        each.name: batch[each.name] for each in arguments if each.name in batch
+    }
     first = arguments[0].name if arguments else ""
     free = [name for name in batch if name not in named]
     if first and first not in named and free:
@@ -334,7 +357,9 @@ def arguments_for(forward: Callable[..., Any], batch: Batch) -> dict[str, Tensor
     return named
 
 
-def _by_its_child(self: Any, x: Tensor, /, **batch: Tensor) -> dict[str, Tensor]:
+def _by_its_child(
+    self: Any, x: Tensor, /, **batch: Tensor
+) -> dict[str, Tensor]:
     """A head's own forward, with the user's loss in it."""
     here: _LossHere = self._modules["loss"]
     here.batch = batch

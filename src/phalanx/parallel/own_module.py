@@ -63,12 +63,20 @@ class OwnModule:
             raise LayoutError(
                 f"prepare takes a torch.nn.Module, not a {type(module).__name__}."
             )
-        if meta := [name for name, x in module.named_parameters() if x.is_meta]:
-            raise LayoutError(f"{meta[0]} is on the meta device and has no values.")
-        beside = getattr(sys.modules[type(module).__module__], "describe", None)
+        if meta := [
+            name for name, x in module.named_parameters() if x.is_meta
+        ]:
+            raise LayoutError(
+                f"{meta[0]} is on the meta device and has no values."
+            )
+        beside = getattr(
+            sys.modules[type(module).__module__], "describe", None
+        )
         if isinstance(module, Decoder):
             beside = _describe_decoder
-        return cls(module, describe or beside, example, plan or plan_of(module))
+        return cls(
+            module, describe or beside, example, plan or plan_of(module)
+        )
 
     @cached_property
     def names(self) -> dict[str, nn.Parameter]:
@@ -133,7 +141,8 @@ def described(made: object, where: str, instance: object) -> Model:
             " see docs/bring-your-model.md."
         )
     return replace(
-        made, whole=partial(whole_of_class, instance, made.pieces, made.weights)
+        made,
+        whole=partial(whole_of_class, instance, made.pieces, made.weights),
     )
 
 
@@ -161,7 +170,9 @@ def as_it_is(instance: object, make: Made, plan: Plan | None = None) -> Model:
     apart, names = own.apart()
     name = type(instance).__name__
     own_loss = returned_loss(apart.returned) is not None
-    loss = None if own_loss else OwnLoss(partial(_cross_entropy, name), Measure())
+    loss = (
+        None if own_loss else OwnLoss(partial(_cross_entropy, name), Measure())
+    )
     make_head(apart.model.pieces[-1][1], loss, Measure())
     return replace(
         apart.model,
@@ -175,7 +186,9 @@ _TOKENS = 8  # of the sequences with which a class is tried
 _SEQUENCE = 128  # tokens, where neither the model nor the run says how many
 
 
-def _cross_entropy(name: str, returned: Any, batch: Mapping[str, Tensor]) -> Tensor:
+def _cross_entropy(
+    name: str, returned: Any, batch: Mapping[str, Tensor]
+) -> Tensor:
     """The loss of a forward that returns logits."""
     logits = logits_in(returned, f"{name}.forward").flatten(0, -2)
     return F.cross_entropy(logits, batch[TARGETS].flatten(), reduction="sum")
@@ -187,7 +200,9 @@ def _shape_of(apart: Apart, name: str) -> Shape:
     words = apart.words
     if not words:
         words = logits_in(apart.returned, f"{name}.forward").shape[-1]
-    numbers = [sum(x.numel() for x in each.parameters()) for each in apart.blocks]
+    numbers = [
+        sum(x.numel() for x in each.parameters()) for each in apart.blocks
+    ]
     width, heads = apart.width, heads_of(apart.blocks[0])
     planned = mlp_width(apart.cuts)
     rest = sum(numbers) // len(numbers) - 4 * width * width
@@ -213,11 +228,15 @@ def _whole(own: OwnModule, apart: Apart, names: Mapping[str, str]) -> Whole:
     parameters = {x: ours[theirs] for theirs, x in own.names.items()}
     places, missing = parameter_places(module, parameters)
     _, blocks = blocks_of(module)
-    parts = {1 + number: block for number, block in enumerate(blocks.children())}
+    parts = {
+        1 + number: block for number, block in enumerate(blocks.children())
+    }
     label = f"{type(module).__name__}.forward"
     arguments = entries_for(module, label)
     ignored = apart.frame.ignored
-    return OwnWhole(label, module, arguments, places, parts, missing, ignored=ignored)
+    return OwnWhole(
+        label, module, arguments, places, parts, missing, ignored=ignored
+    )
 
 
 # ---- one piece
@@ -240,7 +259,9 @@ def _one_piece(module: nn.Module) -> Model:
     """A module of which only its parameters are known: one piece, and nothing of it is cut."""
     _refuse_batch_statistics(module)
     tensors = (*module.named_parameters(), *module.named_buffers())
-    lines = [f"{WHOLE}.{name} : {' '.join('-' * x.dim())}" for name, x in tensors]
+    lines = [
+        f"{WHOLE}.{name} : {' '.join('-' * x.dim())}" for name, x in tensors
+    ]
     return Model(((WHOLE, module),), Rules.parse("\n".join(lines)))
 
 
@@ -251,11 +272,18 @@ def _describe_decoder(model: Decoder) -> Model:
     names = {each.name for each in fields(Shape)} & vars(sizes).keys()
     known: dict[str, Any] = {name: getattr(sizes, name) for name in names}
     known.pop("rope_scaling", None)  # a shape has a word of that name
-    if not sizes.kv_latent:  # then the model has filled in what follows from the heads
+    if (
+        not sizes.kv_latent
+    ):  # then the model has filled in what follows from the heads
         for name in ("q_latent", "rope_dim", "value_dim"):
             known.pop(name, None)
     shape = Shape("decoder", **known)
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
     return Model(
-        pieces, Rules.parse(rules), counts, model.draw, shape, derived=model.derived
+        pieces,
+        Rules.parse(rules),
+        counts,
+        model.draw,
+        shape,
+        derived=model.derived,
     )

@@ -25,7 +25,9 @@ from .own_heads import HEADS, KEYS, Heads, heads_of
 from .transformers_refused import code_line, error_line
 
 Plan = Mapping[str, Any]
-Call = tuple[Any, Any, torch.Size]  # arguments of a module and the shape of its output
+Call = tuple[
+    Any, Any, torch.Size
+]  # arguments of a module and the shape of its output
 COLUMN, ROW = "colwise", "rowwise"
 _TORCH = {"ColwiseParallel": COLUMN, "RowwiseParallel": ROW}
 
@@ -55,8 +57,14 @@ class FusedLinear(nn.Module):
 
     def __init__(self, plain: nn.Linear, parts: Sequence[FeaturePart]) -> None:
         super().__init__()
-        self.weight, self.bias, self.parts = plain.weight, plain.bias, tuple(parts)
-        self.own: tuple[slice, ...] = ()  # this rank's rows; empty for all of them
+        self.weight, self.bias, self.parts = (
+            plain.weight,
+            plain.bias,
+            tuple(parts),
+        )
+        self.own: tuple[
+            slice, ...
+        ] = ()  # this rank's rows; empty for all of them
 
     def take(self, tp: int, index: int) -> None:
         """Multiply by the rows of one rank."""
@@ -189,7 +197,9 @@ def planned_cuts(
                 continue
             if type(module) is not nn.Linear:
                 kind = type(module).__name__
-                raise UncutError(f"{full} is a {kind}, and tp shards nn.Linear")
+                raise UncutError(
+                    f"{full} is a {kind}, and tp shards nn.Linear"
+                )
             owner, _, linear = path.rpartition(".")
             owners.setdefault(owner, {})[linear] = style
         for owner, styles in owners.items():
@@ -201,11 +211,22 @@ def planned_cuts(
                 )
             module = block.get_submodule(owner)
             found[where] = _cut_of(where, module, styles, calls, frame)
-    if lost := [key for key in plan if key not in used and style_of(plan[key], key)]:
+    if lost := [
+        key for key in plan if key not in used and style_of(plan[key], key)
+    ]:
         raise UncutError(
             f"no linear in the blocks is named {', '.join(lost)}. What is outside of them stays whole"
         )
-    if len({(c.heads.query, c.heads.key) for c in found.values() if c.heads.owner}) > 1:
+    if (
+        len(
+            {
+                (c.heads.query, c.heads.key)
+                for c in found.values()
+                if c.heads.owner
+            }
+        )
+        > 1
+    ):
         raise UncutError("its attentions differ in their numbers of heads")
     return found
 
@@ -217,7 +238,11 @@ def _names(pattern: str, name: str) -> bool:
 
 def style_of(value: Any, where: str) -> str:
     """The style of an entry of a plan: column, row, or "" for a weight that stays whole."""
-    style = value if isinstance(value, str) else _TORCH.get(type(value).__name__, "")
+    style = (
+        value
+        if isinstance(value, str)
+        else _TORCH.get(type(value).__name__, "")
+    )
     if isinstance(value, str) and value.startswith("replicated"):
         return ""
     if style not in (COLUMN, ROW):
@@ -233,20 +258,28 @@ def _cut_of(
     calls: Mapping[nn.Module, Call],
     frame: object,
 ) -> OwnerCut:
-    linears: dict[str, Any] = {name: owner.get_submodule(name) for name in styles}
+    linears: dict[str, Any] = {
+        name: owner.get_submodule(name) for name in styles
+    }
     rows = tuple(name for name, style in styles.items() if style == ROW)
     columns = [name for name, style in styles.items() if style == COLUMN]
     widths = {linears[name].in_features for name in rows}
     if not columns or len(widths) != 1:
-        raise UncutError(f"{where} has no pair of column and row linears of one width")
+        raise UncutError(
+            f"{where} has no pair of column and row linears of one width"
+        )
     (width,) = widths
     heads = heads_of(owner)
     if heads.owner is not None and (heads.query < 2 or width % heads.query):
-        raise UncutError(f"{where} has {heads.query} heads, and a width of {width}")
+        raise UncutError(
+            f"{where} has {heads.query} heads, and a width of {width}"
+        )
     inner = FeaturePart(width, "heads" if heads.owner else "ffn", heads.query)
     inner = inner if heads.owner else FeaturePart(width, "ffn", width)
     parts = {
-        name: _parts_of(f"{where}.{name}", linears[name].out_features, inner, heads)
+        name: _parts_of(
+            f"{where}.{name}", linears[name].out_features, inner, heads
+        )
         for name in columns
     }
     if owner not in calls:
@@ -258,7 +291,9 @@ def _cut_of(
         if not failed:
             return cut
         reason = reason or failed
-    raise UncutError(f"{where} does not run with a part of its features: {reason}")
+    raise UncutError(
+        f"{where} does not run with a part of its features: {reason}"
+    )
 
 
 def _parts_of(
@@ -269,7 +304,9 @@ def _parts_of(
     attention = heads.owner is not None
     fused = (inner, kv, kv) if attention else (inner, inner)
     for parts in ((inner,), (kv,), fused):
-        if sum(part.size for part in parts) == size and (attention or kv not in parts):
+        if sum(part.size for part in parts) == size and (
+            attention or kv not in parts
+        ):
             return parts
     raise UncutError(
         f"{where} has {size} features, which are not those of its row linear ({inner.size}), nor q, k and v"
@@ -277,13 +314,17 @@ def _parts_of(
     )
 
 
-def _views(owner: nn.Module, inner: FeaturePart, heads: Heads) -> Iterator[OwnerView]:
+def _views(
+    owner: nn.Module, inner: FeaturePart, heads: Heads
+) -> Iterator[OwnerView]:
     """What the code of a module may need to see, from the least: its own sizes, those of a part, and
     activations of a part's width."""
     yield OwnerView({})
     known = {inner.size: inner}
     if heads.owner is owner:
-        kv = FeaturePart(inner.size // heads.query * heads.key, "kv", heads.key)
+        kv = FeaturePart(
+            inner.size // heads.query * heads.key, "kv", heads.key
+        )
         known = {kv.size: kv, **known, 3 * inner.size: inner}
     sizes: dict[str, FeaturePart] = {}
     for name, value in vars(owner).items():
@@ -297,7 +338,9 @@ def _views(owner: nn.Module, inner: FeaturePart, heads: Heads) -> Iterator[Owner
     yield OwnerView(sizes, narrow=True)
 
 
-def _failure(cut: OwnerCut, owner: nn.Module, call: Call, frame: object) -> str:
+def _failure(
+    cut: OwnerCut, owner: nn.Module, call: Call, frame: object
+) -> str:
     """Explains why a module does not run with the sizes of a rank, or returns ""."""
     tp = _few(cut)
     sizes: dict[str, tuple[int, int]] = {}
@@ -337,7 +380,9 @@ def resized(
                 continue
             shape = list(weight.shape)
             shape[at] = size
-            setattr(linear, key, nn.Parameter(torch.empty(shape, device="meta")))
+            setattr(
+                linear, key, nn.Parameter(torch.empty(shape, device="meta"))
+            )
     return small
 
 
@@ -359,5 +404,7 @@ def failure_of(small: nn.Module, call: Call) -> str:
 
 def mlp_width(cuts: Mapping[str, OwnerCut]) -> int:
     """The width that the ranks of tp must divide for all MLPs; 0 if none is sharded."""
-    widths = [cut.inner.size for cut in cuts.values() if cut.heads.owner is None]
+    widths = [
+        cut.inner.size for cut in cuts.values() if cut.heads.owner is None
+    ]
     return math.gcd(*widths)

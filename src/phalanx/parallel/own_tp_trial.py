@@ -63,9 +63,12 @@ class _PlanTrial:
         few = one_of_each(model)
         dtype = next(iter(few.weights.values())).dtype
         dtype = torch.promote_types(dtype, torch.float32)
-        weights = {n: random_weight(n, x.shape, dtype) for n, x in few.weights.items()}
+        weights = {
+            n: random_weight(n, x.shape, dtype) for n, x in few.weights.items()
+        }
         cast = {
-            n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()
+            n: x.to(dtype) if x.is_floating_point() else x
+            for n, x in batch.items()
         }
         return cls(few, layout, weights, cast)
 
@@ -112,7 +115,9 @@ class _PlanTrial:
         held = cut_weights(model, self.layout, at)
         groups: Any = SimpleNamespace(tp=group)
         install_regions(model, self.layout, groups)
-        parts = bind_part(model, self.layout, held, self.weights, at, trained=True)
+        parts = bind_part(
+            model, self.layout, held, self.weights, at, trained=True
+        )
         loss = loss_of(run_pieces(model, self.batch))
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = _gradients(parts)

@@ -22,7 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import (
+    GradientEdge,
+    get_gradient_edge,
+    saved_tensors_hooks,
+)
 from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 
 from ..comm import Work
@@ -100,7 +104,9 @@ class CopyLane:
     def __init__(self, device: torch.device) -> None:
         stream: Any = torch.cuda.Stream  # its stubs are not typed
         self.stream = stream(device) if device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(1)  # its thread starts with the first copy
+        self.thread = ThreadPoolExecutor(
+            1
+        )  # its thread starts with the first copy
 
     def begin(self, copy: Callable[[], object]) -> Work:
         """Start a copy that waits for the work launched on the device so far."""
@@ -158,7 +164,9 @@ class _Kept:
     # Edges, not the outputs themselves, whose storage would stay alive.
     roots: dict[str, GradientEdge]
     like: Tensor  # a scalar zero with the loss's dtype and device
-    into: Bundle = field(default_factory=dict)  # receives the gradients of the inputs
+    into: Bundle = field(
+        default_factory=dict
+    )  # receives the gradients of the inputs
     # the names that passed the piece by, as their gradients do
     past: tuple[str, ...] = ()
     boxes: list[Box] = field(default_factory=list)
@@ -182,7 +190,9 @@ class _Edge(_Function):
     """A piece's input as autograd sees it. A leaf would keep the input's storage alive."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, leaf: Tensor, into: Bundle, name: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, leaf: Tensor, into: Bundle, name: str
+    ) -> Tensor:
         ctx.into, ctx.name = into, name
         return x.view_as(x)
 
@@ -226,7 +236,9 @@ class _Product(_Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, unit, name, spec = ctx.factor
         into = into_input(gradient, weight, spec)
-        bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        bias = (
+            gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        )
         if unit.frozen:  # only the input needs a gradient
             return into, bias, None, None
         (x,) = ctx.saved_tensors
@@ -236,7 +248,9 @@ class _Product(_Function):
             # Detached: with its graph, an input would lead back to the list, and
             # neither would be freed.
             ctx.pending.append(
-                _PendingGradient(unit, name, x.detach(), gradient.detach(), spec)
+                _PendingGradient(
+                    unit, name, x.detach(), gradient.detach(), spec
+                )
             )
         return into, bias, None, None
 
@@ -252,7 +266,9 @@ class _Linear(nn.Linear):
 
 def narrowable(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a block whose matmul with `weight` may use fewer bits."""
-    loras: list[Any] = [m.lora for m in module.modules() if getattr(m, "lora", None)]
+    loras: list[Any] = [
+        m.lora for m in module.modules() if getattr(m, "lora", None)
+    ]
     adapters = {x for lora in loras for x in lora.modules()}
     for child in module.modules():
         product = type(child) in (nn.Linear, _Linear) or hasattr(
@@ -277,7 +293,11 @@ class Piece:
         offloads: bool = False,
         compiled: CompiledModule | None = None,
     ) -> None:
-        self.module, self.units, self.takes = module, tuple(units), tuple(takes)
+        self.module, self.units, self.takes = (
+            module,
+            tuple(units),
+            tuple(takes),
+        )
         self.trained = tuple(unit for unit in units if not unit.frozen)
         self.first, self.last, self.splits, self.offloads = (
             first,
@@ -295,11 +315,17 @@ class Piece:
         # A root for all graphs. It never receives a gradient.
         self.leaf = torch.zeros((), device=device, requires_grad=True)
         self.owners = {
-            p: (u, name) for u in self.units for name, p in u.parameters.items()
+            p: (u, name)
+            for u in self.units
+            for name, p in u.parameters.items()
         }
         # The pending weight gradients of the running forward, if backward is split.
         self.pending: list[_PendingGradient] | None = None
-        ours = {weight for weight, (unit, _) in self.owners.items() if not unit.plain}
+        ours = {
+            weight
+            for weight, (unit, _) in self.owners.items()
+            if not unit.plain
+        }
         # The head's matmul and an adapter's thin ones would lose more accuracy in 8
         # bits than they gain.
         narrow = set() if first or last else set(narrowable(module))
@@ -318,7 +344,9 @@ class Piece:
             # in a method `weight_product(x)`.
             if hasattr(child, "weight_product") or isinstance(child, _Linear):
                 own: Any = child
-                transposed = not isinstance(child, _Linear | RowLinear | LoraLinear)
+                transposed = not isinstance(
+                    child, _Linear | RowLinear | LoraLinear
+                )
                 unit, name = self.owners[own.weight]
                 matmul = unit.precision.matmul if child in narrow else None
                 spec = MatmulSpec(transposed, matmul, unit.scales.get(name))
@@ -384,7 +412,9 @@ class Piece:
                 else (giving if keep else keeping)(selected)
             )
             stays = (
-                {storage_of(x) for x in named.values()} if self.offloads else set[int]()
+                {storage_of(x) for x in named.values()}
+                if self.offloads
+                else set[int]()
             )
             with torch.enable_grad(), self._packing(kept.boxes, stays), again:
                 out = self._call(self._edges(mine, kept.into), named)
@@ -393,13 +423,17 @@ class Piece:
         self.pending = None
         if keep:
             kept.roots = {
-                name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad
+                name: get_gradient_edge(y)
+                for name, y in out.items()
+                if y.requires_grad
             }
             if self.last:
                 # Zeros, because a view would keep the output's storage alive.
                 kept.like = torch.zeros_like(out["x"].detach())
             self.kept[microbatch] = kept
-        return past | {name: y.detach() for name, y in out.items() if name not in TERMS}
+        return past | {
+            name: y.detach() for name, y in out.items() if name not in TERMS
+        }
 
     def _taken(self, bundle: Bundle, batch: Mapping[str, Tensor]) -> _Taken:
         """The tensors that a piece takes from a bundle and a batch with these names."""
@@ -413,7 +447,9 @@ class Piece:
             # A piece that takes every entry may get one of the name of its activations.
             every = tuple(batch) if EVERY in names else ()
             mine = tuple(name for name in names if name in bundle)
-            others = (name for name in names if name in batch and name not in mine)
+            others = (
+                name for name in names if name in batch and name not in mine
+            )
             named = every or tuple(others)
             past = tuple(name for name in bundle if name not in mine)
             known = self.known[key] = _Taken(mine, named, past)
@@ -433,7 +469,9 @@ class Piece:
         return {"x": y} if isinstance(y, Tensor) else dict(y)
 
     def _take(
-        self, pending: list[_PendingGradient] | None, factors: Sequence[Factors]
+        self,
+        pending: list[_PendingGradient] | None,
+        factors: Sequence[Factors],
     ) -> None:
         """Accept the factors of weight gradients from a compiled backward."""
         for factor in factors:
@@ -496,17 +534,27 @@ class Piece:
     def _run(self, kept: _Kept, gradients: Bundle) -> None:
         for unit in self.trained:
             unit.open()
-        roots = {name: root for name, root in kept.roots.items() if name in gradients}
+        roots = {
+            name: root
+            for name, root in kept.roots.items()
+            if name in gradients
+        }
         if roots:
             # torch.autograd.backward ends in this call. Its Python code before costs
             # some 10 us a call, and the engine checks its arguments itself. A compiled
             # backward needs some of that code.
-            run = run_compiled_backward if self.compiled else _engine.run_backward
+            run = (
+                run_compiled_backward
+                if self.compiled
+                else _engine.run_backward
+            )
             own = tuple([gradients[name] for name in roots])
             run(tuple(roots.values()), own, False, False, (), True, True)
 
     def _passed(self, kept: _Kept, gradients: Bundle) -> Bundle:
-        past = {name: gradients[name] for name in kept.past if name in gradients}
+        past = {
+            name: gradients[name] for name in kept.past if name in gradients
+        }
         into, kept.into = kept.into, {}
         return past | into
 

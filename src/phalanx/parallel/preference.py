@@ -32,7 +32,9 @@ from .own_loss import METRICS, Measure
 # Entries of a batch: one number for each token, 0 where it does not apply.
 SIGNS = "signs"  # 1 in a chosen document, -1 in a rejected one
 PAIR = "pair"  # at the first token of a row: the number of its pair, counted from 1
-REFERENCE = "reference"  # at the first token of a row: the reference model's margin
+REFERENCE = (
+    "reference"  # at the first token of a row: the reference model's margin
+)
 
 
 def count_pairs(batch: Mapping[str, Tensor]) -> Tensor:
@@ -83,7 +85,10 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None  # alike on all ranks of cp, and each has its own terms
+        return (
+            gradient,
+            None,
+        )  # alike on all ranks of cp, and each has its own terms
 
 
 class PreferenceLoss(nn.Module):
@@ -96,7 +101,9 @@ class PreferenceLoss(nn.Module):
         super().__init__()
         self.beta = beta
         self.words: dict[str, Any] = {}  # this rank's part of the vocabulary
-        self.time: tuple[Group, ...] = ()  # ranks with other tokens of the same rows
+        self.time: tuple[
+            Group, ...
+        ] = ()  # ranks with other tokens of the same rows
         self.seen: list[tuple[Tensor, Tensor]] | None = None
 
     def shard_words(self, first: int, width: int, tp: Group) -> None:
@@ -111,10 +118,14 @@ class PreferenceLoss(nn.Module):
         self, logits: Tensor, targets: Tensor, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         losses = token_losses(logits, targets, **self.words)  # (B T,)
-        each = losses.view(targets.shape) * -batch[SIGNS]  # (B, T): signed log-probs
+        each = (
+            losses.view(targets.shape) * -batch[SIGNS]
+        )  # (B, T): signed log-probs
         number = batch[PAIR].sum(1).to(each.dtype)
         # (3, B): the margins, the reference's, and the numbers of the pairs
-        rows = torch.stack((each.sum(1), batch[REFERENCE].sum(1).to(each), number))
+        rows = torch.stack(
+            (each.sum(1), batch[REFERENCE].sum(1).to(each), number)
+        )
         if self.time:
             rows = _SumOfParts.apply(rows, self.time)  # type: ignore[no-untyped-call]
         own, reference, pair = rows
@@ -124,7 +135,9 @@ class PreferenceLoss(nn.Module):
         parts = 1
         for group in self.time:
             parts *= group.size
-        loss: Tensor = _PairLoss.apply(margins, pair.detach(), self.beta, parts)  # type: ignore[no-untyped-call]
+        loss: Tensor = _PairLoss.apply(
+            margins, pair.detach(), self.beta, parts
+        )  # type: ignore[no-untyped-call]
         there = pair.detach() > 0
         gained = margins.detach() * there
         sums = torch.stack(((gained > 0).sum(), self.beta * gained.sum()))

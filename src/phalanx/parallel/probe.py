@@ -51,8 +51,13 @@ def probe_dtype(model: Model) -> torch.dtype:
     return torch.float64 if elements < _NARROW else torch.float32
 
 
-def frozen_parameters(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(x, requires_grad=False) for name, x in tensors.items()}
+def frozen_parameters(
+    tensors: Mapping[str, Tensor],
+) -> dict[str, nn.Parameter]:
+    return {
+        name: nn.Parameter(x, requires_grad=False)
+        for name, x in tensors.items()
+    }
 
 
 def random_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -66,7 +71,11 @@ def random_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         x = line.as_strided(shape, (1,) * len(shape))
         line *= shape[0] ** 0.5 / shape.numel() ** 0.5
         return x
-    return 1 + 0.1 * x if len(shape) < 2 else x * (shape[0] / shape.numel()) ** 0.5
+    return (
+        1 + 0.1 * x
+        if len(shape) < 2
+        else x * (shape[0] / shape.numel()) ** 0.5
+    )
 
 
 def bind_weights(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
@@ -159,19 +168,24 @@ def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
     run, bundle = ProbeRun(), dict[str, Tensor]()
     for number, (prefix, piece) in enumerate(model.pieces):
         takes = model.takes(number)
-        names = takes if not number or takes[0] in bundle else ("x", *takes[1:])
+        names = (
+            takes if not number or takes[0] in bundle else ("x", *takes[1:])
+        )
         mine = [bundle[name] for name in names[:1] if name in bundle]
         more = {n: x for n, x in bundle.items() if n in names[len(mine) :]}
         every = EVERY in takes
         named = {
-            n: x for n, x in batch.items() if every or (n in names and n not in bundle)
+            n: x
+            for n, x in batch.items()
+            if every or (n in names and n not in bundle)
         }
         notes = CallNotes(piece)
         try:
             gave = tensors_of(piece(*mine, **more, **named))
         except Exception as error:
             raise ProbeFailed(
-                f"{prefix}.{notes.inside}".rstrip(".") + f": {error_text(error)}"
+                f"{prefix}.{notes.inside}".rstrip(".")
+                + f": {error_text(error)}"
             ) from error
         finally:
             notes.close()
@@ -194,7 +208,10 @@ class CallNotes:
         self._open: list[str] = []
         self._handles: list[Any] = []
         for path, module in piece.named_modules():
-            enter, leave = partial(self._enter, path), partial(self._leave, path)
+            enter, leave = (
+                partial(self._enter, path),
+                partial(self._leave, path),
+            )
             self._handles += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, with_kwargs=True),
@@ -209,7 +226,9 @@ class CallNotes:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, path: str, module: nn.Module, args: Any, named: Any) -> None:
+    def _enter(
+        self, path: str, module: nn.Module, args: Any, named: Any
+    ) -> None:
         self._open.append(path)
 
     def _leave(
@@ -222,7 +241,8 @@ class CallNotes:
     ) -> None:
         self._open.pop()
         took = next(
-            (x for x in (*args, *named.values()) if isinstance(x, Tensor)), None
+            (x for x in (*args, *named.values()) if isinstance(x, Tensor)),
+            None,
         )
         self.calls.append(ModuleCall(path, module, took, tensors_of(out)))
 

@@ -54,7 +54,9 @@ _ASK_NOTHING = {
 
 def is_kept(func: Any, args: Sequence[Any]) -> bool:
     """True if an operation's output is kept, rather than computed or gathered again."""
-    return func in _COSTLY and not (func is _region and args[1] == "gather_sum")
+    return func in _COSTLY and not (
+        func is _region and args[1] == "gather_sum"
+    )
 
 
 class _Output(NamedTuple):
@@ -94,7 +96,9 @@ class _Keeping(TorchDispatchMode):
             self.used = len(self.kept)
         if is_kept(func, args):
             # Without its graph, which holds the tensors that are kept.
-            self.kept.append(_Output(func, tree_map_only(Tensor, Tensor.detach, out)))
+            self.kept.append(
+                _Output(func, tree_map_only(Tensor, Tensor.detach, out))
+            )
         if func in _ATTENTION:
             self.used = len(self.kept)
         return out
@@ -103,9 +107,15 @@ class _Keeping(TorchDispatchMode):
         """Keep only a partial sum's shape if just a region reads it."""
         # The partial sum of a row-parallel matmul, which only the region's sum reads.
         last = (
-            self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
+            self.kept[-1]
+            if kind in ("reduce", "scatter_sum") and self.kept
+            else None
         )
-        if last and last.op in _PRODUCTS and storage_of(last.value) == storage_of(x):
+        if (
+            last
+            and last.op in _PRODUCTS
+            and storage_of(last.value) == storage_of(x)
+        ):
             self.kept[-1] = last.forgotten()
 
     def _refuse(self, written: Any) -> None:
@@ -137,7 +147,9 @@ class _Giving(TorchDispatchMode):
         if not is_kept(func, args):
             return func(*args, **(kwargs or {}))
         op, value = self.kept.popleft()
-        assert op is func, f"a forward ran {op}, but its recomputation ran {func}"
+        assert op is func, (
+            f"a forward ran {op}, but its recomputation ran {func}"
+        )
         return value() if isinstance(value, partial) else value
 
 
@@ -148,7 +160,11 @@ def keeping(selected: Selected) -> Iterator[None]:
     It runs with gradients enabled, because attention kernels output what a backward
     needs only then.
     """
-    with regions.opaque(), saved_tensors_hooks(_drop, _drop), _Keeping(selected):
+    with (
+        regions.opaque(),
+        saved_tensors_hooks(_drop, _drop),
+        _Keeping(selected),
+    ):
         yield
 
 
@@ -163,7 +179,9 @@ def _drop(tensor: Any) -> Any:
     """Discard what autograd would save: another forward's backward will run."""
 
 
-def _stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _stand_in(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """A tensor of NaN without memory, so that an unexpected read shows."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 

@@ -58,7 +58,9 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
         takes, gives = bundles[number]
         tied, uses = tuple(weights.tied[number]), tuple(weights.uses[number])
         row = in_layout(row, layout)
-        rows.append(replace(row, tied=tied, uses=uses, takes=takes, gives=gives))
+        rows.append(
+            replace(row, tied=tied, uses=uses, takes=takes, gives=gives)
+        )
     return tuple(rows)
 
 
@@ -89,12 +91,16 @@ def _weights(model: Model) -> _ModelWeights:
     for piece, unit in model.tied:
         mine = {*model.pieces[piece][1].parameters()}
         names = (name for name, each in model.weights.items() if each in mine)
-        tied[piece] += [rows[name] for name in names if model.unit_of[name] == unit]
+        tied[piece] += [
+            rows[name] for name in names if model.unit_of[name] == unit
+        ]
         uses[piece].append(unit)
     return _ModelWeights(own, tied, uses)
 
 
-def _weight(model: Model, piece: int, name: str, shape: tuple[int, ...]) -> WeightRow:
+def _weight(
+    model: Model, piece: int, name: str, shape: tuple[int, ...]
+) -> WeightRow:
     dims = model.rules.dims(name, len(shape))
     matrices = tuple(
         (rows.stop - rows.start, columns.stop - columns.start)
@@ -127,7 +133,9 @@ def _bundles(model: Model) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         if number and names[0] not in bundle:
             names = ("x", *names[1:])
         takes = tuple(name for name in names if name in bundle)
-        gives = () if number == last else tuple(getattr(module, "gives", ("x",)))
+        gives = (
+            () if number == last else tuple(getattr(module, "gives", ("x",)))
+        )
         bundle = bundle.difference(takes).union(gives)
         found.append((takes, gives))
     return found

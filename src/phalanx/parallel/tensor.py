@@ -95,7 +95,11 @@ class Weight:
 
 
 def cut_of(
-    model: Model, layout: Layout, name: str, shape: Sequence[int], at: Mapping[str, int]
+    model: Model,
+    layout: Layout,
+    name: str,
+    shape: Sequence[int],
+    at: Mapping[str, int],
 ) -> tuple[Cut, ...]:
     """The part of each dim of a weight that the rank at these coordinates holds."""
     cuts, dims = [], model.rules.dims(name, len(shape))
@@ -122,14 +126,18 @@ def cut_weights(
         counted = tp % copies == 0 if adds or not any(over_tp) else True
         rate, frozen = model.rates.get(name, 0.0), name in model.frozen
         known = name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen
-        weights[name] = Weight(*known, model.rules.matrices(name, shape), over_tp)
+        weights[name] = Weight(
+            *known, model.rules.matrices(name, shape), over_tp
+        )
     return weights
 
 
 class RowLinear(nn.Module):
     """A linear with sharded input features; its bias is added once, after the join."""
 
-    def __init__(self, plain: nn.Linear, join: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, plain: nn.Linear, join: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.weight, self.bias, self.join = plain.weight, plain.bias, join
         self.lora = plain.lora if isinstance(plain, LoraLinear) else None
@@ -138,7 +146,9 @@ class RowLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        part = self.weight_product(x)  # (B, T, out): this rank's part of each sum
+        part = self.weight_product(
+            x
+        )  # (B, T, out): this rank's part of each sum
         y = self.join(part if self.lora is None else part + self.lora(x))
         return y if self.bias is None else y + self.bias
 
@@ -156,7 +166,9 @@ class VocabularyEmbedding(nn.Module):
         self.weight, self.cut, self.join = plain.weight, cut, join
         padding = plain.padding_idx
         mine = padding is not None and cut.start <= padding < cut.stop
-        self.padding_idx = padding - cut.start if padding is not None and mine else None
+        self.padding_idx = (
+            padding - cut.start if padding is not None and mine else None
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         mine = (tokens >= self.cut.start) & (tokens < self.cut.stop)  # (B, T)
@@ -173,9 +185,15 @@ class CutRMSNorm(nn.Module):
     If `copies` ranks hold the same features, each feature counts once.
     """
 
-    def __init__(self, plain: RMSNorm, width: int, copies: int, group: Group) -> None:
+    def __init__(
+        self, plain: RMSNorm, width: int, copies: int, group: Group
+    ) -> None:
         super().__init__()
-        self.weight, self.eps, self.plus_one = plain.weight, plain.eps, plain.plus_one
+        self.weight, self.eps, self.plus_one = (
+            plain.weight,
+            plain.eps,
+            plain.plus_one,
+        )
         self.width, self.copies, self.group = width, copies, group
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,8 +204,12 @@ class CutRMSNorm(nn.Module):
         # Summed in both directions: each rank's result depends on the features of all
         # ranks.
         squares = regions.copy(regions.reduce(squares, self.group), self.group)
-        weight = self.weight.to(wide.dtype) + 1.0 if self.plus_one else self.weight
-        y: Tensor = wide * torch.rsqrt(squares / self.width + self.eps) * weight
+        weight = (
+            self.weight.to(wide.dtype) + 1.0 if self.plus_one else self.weight
+        )
+        y: Tensor = (
+            wide * torch.rsqrt(squares / self.width + self.eps) * weight
+        )
         return y.to(x.dtype)
 
 
@@ -226,14 +248,19 @@ class _Installer:
         prefix: str,
         piece: nn.Module,
     ) -> None:
-        self.model, self.groups, self.prefix, self.piece = model, groups, prefix, piece
+        self.model, self.groups, self.prefix, self.piece = (
+            model,
+            groups,
+            prefix,
+            piece,
+        )
         self.layout, self.seq, tp = layout, layout.seq, groups.tp
         if layout.seq:
-            self.fork: Callable[[Tensor], Tensor] = lambda x: regions.gather_sum(
-                x, tp, 1
+            self.fork: Callable[[Tensor], Tensor] = lambda x: (
+                regions.gather_sum(x, tp, 1)
             )
-            self.join: Callable[[Tensor], Tensor] = lambda x: regions.scatter_sum(
-                x, tp, 1
+            self.join: Callable[[Tensor], Tensor] = lambda x: (
+                regions.scatter_sum(x, tp, 1)
             )
         else:
             self.fork = lambda x: regions.copy(x, tp)
@@ -245,7 +272,9 @@ class _Installer:
         owners = {name.rpartition(".")[0] for name in rows}
         # Whole experts take a rank's own tokens, and their results are complete when
         # they return.
-        for module in self.piece.modules() if "tp" not in self.layout.experts else ():
+        for module in (
+            self.piece.modules() if "tp" not in self.layout.experts else ()
+        ):
             if isinstance(module, Spread):
                 self._cut_experts(module)
             elif isinstance(module, ExpertProducts):
@@ -271,7 +300,8 @@ class _Installer:
             if AXIS_OF.get(*self.model.rules.dims(weight, 1)) == "tp":
                 (cut,) = cut_of(self.model, self.layout, weight, shape, {})
                 self._replace(
-                    name, CutRMSNorm(module, shape[0], cut.copies, self.groups.tp)
+                    name,
+                    CutRMSNorm(module, shape[0], cut.copies, self.groups.tp),
                 )
 
     def _cut_modules(self) -> tuple[list[str], dict[str, str]]:
@@ -295,7 +325,9 @@ class _Installer:
                     rows.append(name)
                 else:
                     cut = self._vocabulary(module)
-                    self._replace(name, VocabularyEmbedding(module, cut, self.join))
+                    self._replace(
+                        name, VocabularyEmbedding(module, cut, self.join)
+                    )
             elif AXIS_OF.get(out) == "tp":
                 columns[name] = out
         return rows, columns
@@ -332,7 +364,9 @@ class _Installer:
         gradient.
         """
 
-        def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def enter(
+            module: nn.Module, args: tuple[Tensor, ...]
+        ) -> tuple[Tensor, ...]:
             x, gates, chosen = args
             if self.seq:
                 chosen = regions.gather(chosen, self.groups.tp, 1)
@@ -341,7 +375,9 @@ class _Installer:
         module.register_forward_pre_hook(enter)
 
     def _vocabulary(self, module: Any) -> Cut:
-        return Cut.of(module.weight.shape[0], self.layout.tp, self.groups.tp.rank)
+        return Cut.of(
+            module.weight.shape[0], self.layout.tp, self.groups.tp.rank
+        )
 
     def _single(self, name: str, dim: str) -> None:
         """Install the regions of a column weight that no row weight follows.
@@ -380,7 +416,9 @@ class _Installer:
             return x.chunk(tp.size, 1)[tp.rank]
 
         for name, module in self.piece.named_modules():
-            if isinstance(module, nn.Embedding) and "position" in self.model.rules.dims(
+            if isinstance(
+                module, nn.Embedding
+            ) and "position" in self.model.rules.dims(
                 f"{self.prefix}.{name}.weight"
             ):
                 module.register_forward_pre_hook(

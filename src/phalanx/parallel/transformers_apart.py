@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from ..layout import LayoutError
 from .frame import Key, StandIn, around_blocks, take_out
 from .transformers_frame import TransformersFrame
-from .transformers_refused import error_line, refuse, refuse_attention, refuse_tables
+from .transformers_refused import (
+    error_line,
+    refuse,
+    refuse_attention,
+    refuse_tables,
+)
 
 _RUN = 8  # tokens in a trial sequence
 
@@ -33,7 +38,9 @@ class TakenApart:
         self.path, layers = layers_of(causal)
         self.blocks: list[Any] = list(layers)
         self.frame = TransformersFrame(causal, self.path[-1])
-        self.outer = take_out(self.frame, self.path, layers, lambda owner, name: name)
+        self.outer = take_out(
+            self.frame, self.path, layers, lambda owner, name: name
+        )
         for block in self.blocks:
             for module in block.modules():
                 module.__dict__["frame"] = self.frame
@@ -69,14 +76,18 @@ class TakenApart:
         every: dict[Key, Any] = {
             n: noted(n, each) for n, each in enumerate(self.blocks)
         }
-        every.update((name, noted(name, each)) for name, each in self.outer.items())
+        every.update(
+            (name, noted(name, each)) for name, each in self.outer.items()
+        )
         hooks = [
             module.register_forward_hook(self._called, with_kwargs=True)
             for block in self.blocks
             for module in block.modules()
         ]
         try:
-            self.frame.run(every, torch.float32, tokens, tokens=tokens, whole=True)
+            self.frame.run(
+                every, torch.float32, tokens, tokens=tokens, whole=True
+            )
         except LayoutError:
             raise
         except Exception as error:
@@ -88,7 +99,9 @@ class TakenApart:
                 hook.remove()
         return order
 
-    def _called(self, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
+    def _called(
+        self, module: nn.Module, args: Any, kwargs: Any, y: Any
+    ) -> None:
         y = y[0] if isinstance(y, tuple) else y
         if isinstance(y, Tensor):
             self.calls[module] = args, kwargs, y.shape
@@ -99,7 +112,9 @@ def stored_names(causal: Any) -> dict[str, str]:
     from transformers.core_model_loading import revert_weight_conversion
 
     every = dict(causal.named_parameters())
-    files = {x: name for name, x in revert_weight_conversion(causal, every).items()}
+    files = {
+        x: name for name, x in revert_weight_conversion(causal, every).items()
+    }
     lost = [name for name, x in every.items() if x not in files]
     refuse({f"its files hold {', '.join(lost[:3])} in another form": lost})
     return {name: files[x] for name, x in every.items()}
@@ -112,7 +127,8 @@ def layers_of(causal: Any) -> tuple[list[Any], nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             names = name.split(".")[:-1]
             owners = [
-                causal.get_submodule(".".join(names[:n])) for n in range(len(names) + 1)
+                causal.get_submodule(".".join(names[:n]))
+                for n in range(len(names) + 1)
             ]
             return owners, module
     raise LayoutError(f"it has no list of its {count} blocks")

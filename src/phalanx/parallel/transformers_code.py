@@ -49,7 +49,9 @@ def load_transformers(folder: str) -> Model:
         ) from None
     files = {ours: apart.files[theirs] for ours, theirs in names.items()}
     whole = functools.partial(_their_whole, table, name, names, model.pieces)
-    return replace(model, original=Original(files, tuple(rules.notes)), whole=whole)
+    return replace(
+        model, original=Original(files, tuple(rules.notes)), whole=whole
+    )
 
 
 def _their_whole(
@@ -65,7 +67,9 @@ def _their_whole(
     parameters = {x: ours[theirs] for theirs, x in made.named_parameters()}
     places, missing = parameter_places(made, parameters)
     _, blocks = layers_of(made)
-    first = next(n for n, (_, piece) in enumerate(pieces) if hasattr(piece, "theirs"))
+    first = next(
+        n for n, (_, piece) in enumerate(pieces) if hasattr(piece, "theirs")
+    )
     parts = {first + number: block for number, block in enumerate(blocks)}
     arguments = {"input_ids": TOKENS, "position_ids": "positions"}
     label = f"{type(made).__name__}.forward"
@@ -101,7 +105,9 @@ def _model_of(
     table, learned = rules.table(embed, head)
     for number, block in enumerate(apart.blocks):
         as_block(block, number)
-    blocks = tuple((f"layers.{n}", block) for n, block in enumerate(apart.blocks))
+    blocks = tuple(
+        (f"layers.{n}", block) for n, block in enumerate(apart.blocks)
+    )
     pieces = (("embed", embed), *blocks, ("head", head))
     sizes = replace(
         shape,
@@ -111,7 +117,9 @@ def _model_of(
         head_dim=apart.head_dim,
         positions="learned" if learned else "rope",
     )
-    model = Model(pieces, table, {"heads": apart.heads, "kv": apart.kv}, shape=sizes)
+    model = Model(
+        pieces, table, {"heads": apart.heads, "kv": apart.kv}, shape=sizes
+    )
     names = {name: apart.names[p] for name, p in model.weights.items()}
     return replace(model, shape=replace(sizes, tied=bool(model.tied))), names
 
@@ -126,31 +134,46 @@ def made_model(
     try:
         from transformers import AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-        from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers.models.auto import (
+            CONFIG_MAPPING,
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+        )
     except ImportError:
         raise LayoutError(
             f"'model_type' is {name[:40]!r}, which needs transformers 5 (pip install 'transformers>=5')"
         ) from None
-    own = " Code that it names (auto_map) is not run" if "auto_map" in table else ""
+    own = (
+        " Code that it names (auto_map) is not run"
+        if "auto_map" in table
+        else ""
+    )
     known = name in CONFIG_MAPPING
     refuse(
-        {f"transformers has no code for 'model_type' {name[:40]!r}.{own}": not known}
+        {
+            f"transformers has no code for 'model_type' {name[:40]!r}.{own}": not known
+        }
     )
     # Keys that begin with _ select kernels, which transformers might download.
     dropped = ("auto_map", "model_type")
     plain = {
-        k: x for k, x in table.items() if k not in dropped and not k.startswith("_")
+        k: x
+        for k, x in table.items()
+        if k not in dropped and not k.startswith("_")
     }
     kind = CONFIG_MAPPING[name]
     try:
         config = kind(**plain)
     except Exception as error:  # transformers checks types and sizes
-        raise LayoutError(f"{kind.__name__} refuses it: {error_line(error)}") from None
+        raise LayoutError(
+            f"{kind.__name__} refuses it: {error_line(error)}"
+        ) from None
     refuse(
         {
             f"{kind.__name__} is not for a decoder (AutoModelForCausalLM)": kind
             not in MODEL_FOR_CAUSAL_LM_MAPPING,
-            "its weights are quantized": getattr(config, "quantization_config", None),
+            "its weights are quantized": getattr(
+                config, "quantization_config", None
+            ),
         }
     )
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
@@ -160,9 +183,13 @@ def made_model(
             made = auto.from_config(config, attn_implementation=attention)
     except KeyError as error:
         refuse({ATTENTION_OF_ITS_OWN: error.args == (ATTENTION,)})
-        raise LayoutError(f"its code cannot be made: {error_line(error)}") from None
+        raise LayoutError(
+            f"its code cannot be made: {error_line(error)}"
+        ) from None
     except Exception as error:
-        raise LayoutError(f"its code cannot be made: {error_line(error)}") from None
+        raise LayoutError(
+            f"its code cannot be made: {error_line(error)}"
+        ) from None
     made = made.float().eval()  # with p=0 below: without its dropout
     for module in made.modules():
         if isinstance(module, nn.Dropout):

@@ -46,7 +46,8 @@ class InFloat64(TorchFunctionMode):
             for k, x in (kwargs or {}).items()
         }
         return func(
-            *(torch.float64 if x is torch.float32 else x for x in args), **named
+            *(torch.float64 if x is torch.float32 else x for x in args),
+            **named,
         )
 
 
@@ -60,7 +61,10 @@ class TransformersFrame(Frame):
     def __init__(self, causal: Any, base: Any) -> None:
         super().__init__()
         self.causal, self.base = causal, base
-        self.dtype, self.made = torch.float32, (torch.device("meta"), torch.float32)
+        self.dtype, self.made = (
+            torch.float32,
+            (torch.device("meta"), torch.float32),
+        )
         # positions, documents
         self.shared: tuple[Tensor | None, Tensor | None] = None, None
         self.tuples = False  # a block returns (x, ...)
@@ -126,7 +130,9 @@ def make_tables(
     for key, x in module._buffers.items():
         if x is not None:
             dtype = wide if x.is_floating_point() else x.dtype
-            module._buffers[key] = torch.empty_like(x, dtype=dtype, device=device)
+            module._buffers[key] = torch.empty_like(
+                x, dtype=dtype, device=device
+            )
     with torch.no_grad():
         causal._init_weights(module)
 
@@ -152,7 +158,10 @@ class TransformersHead(_Outer):
     """The part of the transformers forward after its last block, and the summed loss."""
 
     def __init__(
-        self, frame: TransformersFrame, children: Mapping[str, nn.Module], last: int
+        self,
+        frame: TransformersFrame,
+        children: Mapping[str, nn.Module],
+        last: int,
     ) -> None:
         super().__init__(frame, children)
         self.last, self.loss = last, CrossEntropy()
@@ -162,7 +171,9 @@ class TransformersHead(_Outer):
             return (x,) if self.frame.tuples else x
 
         running = self.running(self.last, end)
-        y: Tensor = self.frame.run(running, x.dtype, positions, whole=True).logits
+        y: Tensor = self.frame.run(
+            running, x.dtype, positions, whole=True
+        ).logits
         return y
 
     def forward(self, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
@@ -182,13 +193,17 @@ def _forward(
         y = self.theirs(x, *args[1:], **kwargs)
         raise Reached(y[0] if isinstance(y, tuple) else y)
 
-    y: Tensor = self.frame.run({self._number: block}, x.dtype, positions, documents)
+    y: Tensor = self.frame.run(
+        {self._number: block}, x.dtype, positions, documents
+    )
     return y
 
 
 @functools.cache
 def _block_class(kind: Any) -> type[nn.Module]:
-    return type(kind.__name__, (kind,), {"forward": _forward, "theirs": kind.forward})
+    return type(
+        kind.__name__, (kind,), {"forward": _forward, "theirs": kind.forward}
+    )
 
 
 def as_block(block: Any, number: int) -> None:
@@ -223,16 +238,22 @@ def attend(
     """
     if "core" not in module._modules:
         unknown = sorted(
-            k for k, x in more.items() if k not in _NOTHING.split() and _is_set(x)
+            k
+            for k, x in more.items()
+            if k not in _NOTHING.split() and _is_set(x)
         )
         refuse(
             {
                 f"its attention takes {', '.join(unknown)}": unknown,
-                "its attention has a mask of its own": attention_mask is not None,
-                "tokens attend to later ones": getattr(module, "is_causal", True)
+                "its attention has a mask of its own": attention_mask
+                is not None,
+                "tokens attend to later ones": getattr(
+                    module, "is_causal", True
+                )
                 is False
                 or more.get("is_causal") is False,
-                "keys and values differ in width": key.shape[-1] != value.shape[-1],
+                "keys and values differ in width": key.shape[-1]
+                != value.shape[-1],
             }
         )
         module.core = Core(sliding_window or 0, softcap or 0.0)

@@ -11,7 +11,9 @@ from torch import nn
 
 from ..layout import LayoutError
 
-ATTENTION_OF_ITS_OWN = "its attention does not go through ALL_ATTENTION_FUNCTIONS"
+ATTENTION_OF_ITS_OWN = (
+    "its attention does not go through ALL_ATTENTION_FUNCTIONS"
+)
 _BY_LENGTH = {"dynamic", "longrope"}
 
 
@@ -28,7 +30,11 @@ def code_line(error: BaseException) -> str:
     """The line of somebody's code at which an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).parent)
-    own = [f for f in frames if "/torch/" not in f.filename and ours not in f.filename]
+    own = [
+        f
+        for f in frames
+        if "/torch/" not in f.filename and ours not in f.filename
+    ]
     at = own[-1] if own else frames[-1]
     return f"{at.filename}:{at.lineno}: {at.line}"
 
@@ -54,7 +60,9 @@ def refuse_attention(
 
 
 def refuse_tables(
-    blocks: Sequence[nn.Module], path: Sequence[nn.Module], modules: Iterable[nn.Module]
+    blocks: Sequence[nn.Module],
+    path: Sequence[nn.Module],
+    modules: Iterable[nn.Module],
 ) -> None:
     """Refuse weights and buffers that belong to no piece.
 
@@ -66,7 +74,9 @@ def refuse_tables(
         {
             f"its blocks have buffers of their own ({', '.join(tables[:1])})": tables,
             f"it has weights outside of its modules ({', '.join(bare)})": bare,
-            "its rope changes with the length of a sequence": _rope_kinds(modules)
+            "its rope changes with the length of a sequence": _rope_kinds(
+                modules
+            )
             & _BY_LENGTH,
         }
     )

@@ -22,7 +22,11 @@ class CutRules:
 
     def __init__(self, apart: TakenApart) -> None:
         self.apart, self.config = apart, apart.config
-        self.heads, self.kv, self.head_dim = apart.heads, apart.kv, apart.head_dim
+        self.heads, self.kv, self.head_dim = (
+            apart.heads,
+            apart.kv,
+            apart.head_dim,
+        )
         self.notes: dict[str, None] = {}
         self._widths: dict[nn.Module, int] = {}
         self._planned: Mapping[str, str] = (
@@ -35,16 +39,24 @@ class CutRules:
         stages = getattr(self.config, "base_model_pp_plan", None)
         named = [name for name, _ in apart.path[-1].named_children()]
         if stages and (
-            missed := [n for n in named if n in apart.outer and n not in stages]
+            missed := [
+                n for n in named if n in apart.outer and n not in stages
+            ]
         ):
-            self.notes[f"the plan for pp does not name {', '.join(missed)}"] = None
+            self.notes[
+                f"the plan for pp does not name {', '.join(missed)}"
+            ] = None
 
     def table(self, embed: nn.Module, head: nn.Module) -> tuple[Rules, bool]:
         """The rules of all weights, and True if positions are learned."""
-        rules = {**self._outer_rules("embed", embed), **self._outer_rules("head", head)}
+        rules = {
+            **self._outer_rules("embed", embed),
+            **self._outer_rules("head", head),
+        }
         for number, block in enumerate(self.apart.blocks):
             rules |= {
-                f"layers.{number}.{n}": dims for n, dims in self._rules(block).items()
+                f"layers.{number}.{n}": dims
+                for n, dims in self._rules(block).items()
             }
         learned = any("position" in dims for dims in rules.values())
         lines = (f"{name} : {dims}" for name, dims in _joined(rules).items())
@@ -55,12 +67,19 @@ class CutRules:
         rules = {}
         for path, child in module.named_modules():
             for key, weight in child.named_parameters(recurse=False):
-                dims = "embed" if weight.dim() == 1 else " ".join("-" * weight.dim())
+                dims = (
+                    "embed"
+                    if weight.dim() == 1
+                    else " ".join("-" * weight.dim())
+                )
                 rows, at_head = (
                     weight.shape[0],
                     isinstance(child, nn.Linear) and piece == "head",
                 )
-                if rows == self.config.vocab_size and weight not in self._special:
+                if (
+                    rows == self.config.vocab_size
+                    and weight not in self._special
+                ):
                     lookup = type(child) is nn.Embedding and piece == "embed"
                     dims = (
                         "vocab embed"
@@ -102,12 +121,17 @@ class CutRules:
 
         Empty if the module stays whole.
         """
-        linears = {n: m for n, m in owner.named_children() if isinstance(m, nn.Linear)}
-        styles = {name: self._style(linear) for name, linear in linears.items()}
+        linears = {
+            n: m for n, m in owner.named_children() if isinstance(m, nn.Linear)
+        }
+        styles = {
+            name: self._style(linear) for name, linear in linears.items()
+        }
         if not any(styles.values()):
             if linears and self._planned:
                 self._note(
-                    path or "the block", "the plan does not name " + ", ".join(linears)
+                    path or "the block",
+                    "the plan does not name " + ", ".join(linears),
                 )
             return {}
         others = sorted({*styles.values()} - {"colwise", "rowwise", ""})
@@ -124,11 +148,16 @@ class CutRules:
                 why if path else "owns linears: the residual is cut, too",
             )
             return {}
-        dims = {name: self._dim(owner, linears[name].out_features) for name in outs}
-        dims |= {name: self._dim(owner, linears[name].in_features) for name in ins}
+        dims = {
+            name: self._dim(owner, linears[name].out_features) for name in outs
+        }
+        dims |= {
+            name: self._dim(owner, linears[name].in_features) for name in ins
+        }
         if "" in dims.values() or len({*dims.values()} - {"kv"}) > 1:
             self._note(
-                path, f"{', '.join(dims)} are no whole heads or of several widths"
+                path,
+                f"{', '.join(dims)} are no whole heads or of several widths",
             )
             return {}
         if why := self._fails(owner, dims, outs):
@@ -145,7 +174,9 @@ class CutRules:
             if linear in outs:
                 rules[name] = dims[linear] + " embed" * (key == "weight")
             elif linear in ins:
-                rules[name] = f"embed {dims[linear]}" if key == "weight" else "embed"
+                rules[name] = (
+                    f"embed {dims[linear]}" if key == "weight" else "embed"
+                )
             # its copies see other heads or features, so their gradients are summed
             else:
                 rules[name] = " ".join(["head", *"-" * (weight.dim() - 1)])
@@ -155,7 +186,9 @@ class CutRules:
         """The plan's style for a linear, or "" if it has none or stays whole."""
         prefix = self.apart.causal.base_model_prefix + "."
         name = (
-            self.apart.names[linear.weight].removeprefix(prefix).removesuffix(".weight")
+            self.apart.names[linear.weight]
+            .removeprefix(prefix)
+            .removesuffix(".weight")
         )
         style = self._planned.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
         return "" if style.startswith("replicated") else str(style)
@@ -163,22 +196,29 @@ class CutRules:
     def _dim(self, owner: nn.Module, width: int) -> str:
         """Map a sharded width to our dimension name, or return ""."""
         if "core" not in owner._modules:
-            return "ffn" if width == self._widths.setdefault(owner, width) else ""
+            return (
+                "ffn" if width == self._widths.setdefault(owner, width) else ""
+            )
         if width == self.heads * self.head_dim:
             return "heads"
         if width == self.kv * self.head_dim:
             return "kv"
-        fused = self.heads == self.kv and width % (self.heads * self.head_dim) == 0
+        fused = (
+            self.heads == self.kv and width % (self.heads * self.head_dim) == 0
+        )
         return "heads" if fused else ""
 
-    def _fails(self, owner: nn.Module, dims: Mapping[str, str], outs: list[str]) -> str:
+    def _fails(
+        self, owner: nn.Module, dims: Mapping[str, str], outs: list[str]
+    ) -> str:
         """Explain why a module fails on meta with sharded linears, or return ""."""
         args, kwargs, shape = self.apart.calls[owner]
         parts = next(
             (
                 n
                 for n in range(2, self.heads + 1)
-                if self.heads % n == 0 and (self.kv % n == 0 or n % self.kv == 0)
+                if self.heads % n == 0
+                and (self.kv % n == 0 or n % self.kv == 0)
             ),
             1,
         )
@@ -201,7 +241,9 @@ def _joined(rules: Mapping[str, str]) -> dict[str, str]:
     """Merge the lines of blocks that agree, longer names first (* matches dots)."""
     kinds: dict[str, set[str]] = {}
     for name, dims in rules.items():
-        kinds.setdefault(re.sub(r"^layers\.\d+", "layers.*", name), set()).add(dims)
+        kinds.setdefault(re.sub(r"^layers\.\d+", "layers.*", name), set()).add(
+            dims
+        )
     lines = {}
     for name, dims in rules.items():
         pattern = re.sub(r"^layers\.\d+", "layers.*", name)

@@ -69,7 +69,9 @@ class Whole:
     def given(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The arguments of its forward for a batch."""
         return {
-            name: batch[key] for name, key in self.arguments.items() if key in batch
+            name: batch[key]
+            for name, key in self.arguments.items()
+            if key in batch
         }
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -85,7 +87,9 @@ class Whole:
             return loss * count if self.mean else loss
         logits = logits_in(returned, self.name).flatten(0, -2)
         targets = batch[TARGETS].flatten()
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(
+            logits, targets, ignore_index=IGNORED, reduction="sum"
+        )
 
 
 def whole_of_class(
@@ -98,16 +102,23 @@ def whole_of_class(
     `weights` are the description's, by name and still on meta. They identify the
     class's parameters.
     """
-    if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
+    if (
+        not isinstance(module, nn.Module)
+        or type(module).forward is nn.Module.forward
+    ):
         return None
     names = {parameter: name for name, parameter in weights.items()}
     places, missing = parameter_places(module, names)
     inside = set(module.modules())
     parts = {
-        number: piece for number, (_, piece) in enumerate(pieces) if piece in inside
+        number: piece
+        for number, (_, piece) in enumerate(pieces)
+        if piece in inside
     }
     name = f"{type(module).__name__}.forward"
-    return Whole(name, module, entries_for(module, name), places, parts, missing)
+    return Whole(
+        name, module, entries_for(module, name), places, parts, missing
+    )
 
 
 def parameter_places(
@@ -137,8 +148,13 @@ def valid_count(batch: Mapping[str, Tensor]) -> int:
 def entries_for(module: nn.Module, name: str) -> dict[str, str]:
     """The batch entry that each argument of a forward gets."""
     signature = inspect.signature(type(module).forward).parameters
-    open_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    arguments = [p for p in list(signature.values())[1:] if p.kind not in open_kinds]
+    open_kinds = (
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    )
+    arguments = [
+        p for p in list(signature.values())[1:] if p.kind not in open_kinds
+    ]
     known = {p.name: p.name for p in arguments if p.name in ENTRIES}
     if (
         arguments
@@ -146,7 +162,11 @@ def entries_for(module: nn.Module, name: str) -> dict[str, str]:
         and arguments[0].name not in known
     ):
         known[arguments[0].name] = TOKENS
-    needed = [p.name for p in arguments if p.default is p.empty and p.name not in known]
+    needed = [
+        p.name
+        for p in arguments
+        if p.default is p.empty and p.name not in known
+    ]
     if needed:
         raise LayoutError(
             f"{name} needs {', '.join(needed)}, which no batch has: it has {', '.join(ENTRIES)}."
@@ -163,7 +183,11 @@ def returned_loss(returned: Any) -> Tensor | None:
         candidates = list(returned)
     else:
         candidates = [returned, getattr(returned, "loss", None)]
-    scalars = [x for x in candidates if isinstance(x, Tensor) and x.is_floating_point()]
+    scalars = [
+        x
+        for x in candidates
+        if isinstance(x, Tensor) and x.is_floating_point()
+    ]
     return next((x for x in scalars if not x.dim()), None)
 
 

@@ -1,7 +1,15 @@
 """Devices, networks and prices: the time and memory of layouts, and the search for the best."""
 
 from .curve import Curve, bus_factor
-from .device import Chip, Device, MachineError, Memory, device, device_named, devices
+from .device import (
+    Chip,
+    Device,
+    MachineError,
+    Memory,
+    device,
+    device_named,
+    devices,
+)
 from .hierarchy import Place, hierarchy
 from .link import Cluster, Level, Link, cluster, clusters, link, links
 from .machine import Hidden, Machine, Rate, Store

@@ -68,7 +68,9 @@ class Bounds:
     collectives: CollectiveTimes
 
 
-def bounds(options: Options, least: LeastTimes, before: Bounds | None = None) -> Bounds:
+def bounds(
+    options: Options, least: LeastTimes, before: Bounds | None = None
+) -> Bounds:
     """The bounds of all candidates of a grid.
 
     Cuts not costed yet are bounded by costed ones. `before` holds the bounds from when
@@ -76,7 +78,9 @@ def bounds(options: Options, least: LeastTimes, before: Bounds | None = None) ->
     for all of them.
     """
     space = least.space
-    split = [traits(pipe.schedule).splits_backward for pipe in options.pipelines]
+    split = [
+        traits(pipe.schedule).splits_backward for pipe in options.pipelines
+    ]
     step, held = np.zeros(options.sizes), np.zeros(options.sizes)
     units = before.units if before else _units(space, options)
     collectives = before.collectives if before else None
@@ -91,7 +95,9 @@ def bounds(options: Options, least: LeastTimes, before: Bounds | None = None) ->
             space, options, pipes, stages, numbers, collectives, split=way
         )
         flight = _flights(shape, pp, options.counts, pipes)
-        held[:, :, mine] = _memory(space, options, stages, numbers, flight, units)
+        held[:, :, mine] = _memory(
+            space, options, stages, numbers, flight, units
+        )
     assert collectives
     return Bounds(step, held, units, collectives)
 
@@ -99,7 +105,11 @@ def bounds(options: Options, least: LeastTimes, before: Bounds | None = None) ->
 def _units(space: Space, options: Options) -> tuple[Units, ...]:
     hardware, profile = space.request.hardware, space.request.profile
     layouts = (
-        Layout(options.grid.mesh(zero.shards), zero=zero.stage, offload=space.offload)
+        Layout(
+            options.grid.mesh(zero.shards),
+            zero=zero.stage,
+            offload=space.offload,
+        )
         for zero in options.zeros
     )
     return tuple(Units(layout, hardware, profile) for layout in layouts)
@@ -136,7 +146,9 @@ class LeastTimes:
 
     def kinds(self, grid: Grid, inner: Inner) -> tuple[int, ...]:
         """The kind of every piece, the same for all candidates."""
-        return self.pricer.pieces[self._source(grid, inner, split=False).cut].kinds
+        return self.pricer.pieces[
+            self._source(grid, inner, split=False).cut
+        ].kinds
 
     def of(self, options: Options, *, split: bool) -> Array:
         """An array over (microbatches, inner choices, kinds, `_PLACE`)."""
@@ -207,7 +219,8 @@ def _numbers(piece: PieceTimes) -> list[float]:
     last = piece.parts[-1].cost if piece.parts else None
     repeated = cost.selected + last.kept - last.selected if last else cost.kept
     held = [
-        repeated if name == "repeated" else float(getattr(cost, name)) for name in _HELD
+        repeated if name == "repeated" else float(getattr(cost, name))
+        for name in _HELD
     ]
     return seconds + held
 
@@ -219,7 +232,9 @@ class _Numbers:
     one for each kind of block.
     """
 
-    def __init__(self, least: LeastTimes, options: Options, *, split: bool) -> None:
+    def __init__(
+        self, least: LeastTimes, options: Options, *, split: bool
+    ) -> None:
         shape = least.space.request.shape
         table = least.of(options, split=split)[:, None, :, None]
         every = range(table.shape[-2])
@@ -230,7 +245,9 @@ class _Numbers:
             return table[..., kind, _PLACE[name]]
 
         def of_inners(each: Callable[[str], float]) -> Array:
-            return np.array([each(name) for name in recomputes], float)[:, None]
+            return np.array([each(name) for name in recomputes], float)[
+                :, None
+            ]
 
         def numbers(name: str) -> list[float]:
             return [float(array(kind, name).flat[0]) for kind in every]
@@ -240,7 +257,9 @@ class _Numbers:
         self.backward = [array(kind, "backward") for kind in every]
         self.inputs = [array(kind, "input_gradient") for kind in blocks]
         self.kept = [array(kind, "kept") for kind in blocks]
-        self.temporary = _lowest(array(kind, "temporary") for kind in every[1:])
+        self.temporary = _lowest(
+            array(kind, "temporary") for kind in every[1:]
+        )
         self.weights, self.frozen = numbers("weights"), numbers("frozen")
         for kind in {self.kinds[piece] for piece in shape.frozen}:
             # Some blocks of the kind may hold less: use the least.
@@ -278,7 +297,9 @@ def _highest(each: Iterable[Array]) -> Array:
     return reduce(np.maximum, each)
 
 
-def _total(counts: Sequence[Array | float], each: Sequence[Array | float]) -> Array:
+def _total(
+    counts: Sequence[Array | float], each: Sequence[Array | float]
+) -> Array:
     """The sum over kinds, weighted by their counts."""
     return np.asarray(reduce(operator.add, map(operator.mul, counts, each)))
 
@@ -313,7 +334,8 @@ def _collectives(units: Sequence[Units], numbers: _Numbers) -> CollectiveTimes:
     gather, _, reduced, replicas, _, update = np.moveaxis(each, -1, 0)
     alone = 1.0 / units[0].hardware.crowding
     joint = [
-        KINDS[ops.REDUCE_REPLICAS].lane in joint_lanes(unit.layout, unit.hardware)
+        KINDS[ops.REDUCE_REPLICAS].lane
+        in joint_lanes(unit.layout, unit.hardware)
         for unit in units
     ]
     lane = reduced + replicas * joint
@@ -360,27 +382,40 @@ def _time(
     embed_forward, *forwards, head_forward = numbers.forward
     embed_backward, *backwards, head_backward = numbers.backward
     # for a block of each kind and one microbatch
-    block = [sum(each) for each in zip(forwards, backwards, numbers.again, strict=True)]
+    block = [
+        sum(each)
+        for each in zip(forwards, backwards, numbers.again, strict=True)
+    ]
     embed, head = embed_forward + embed_backward, head_forward + head_backward
     # A segment that ends in the head is not recomputed: its forward has just run.
     spared = (numbers.segment - 1) * _highest(numbers.again)
     repeated = _total(stages.blocks, numbers.again)
     # (microbatches, pipelines, inners, ranks)
-    work = _total(stages.blocks, block) - np.minimum(stages.head * spared, repeated)
+    work = _total(stages.blocks, block) - np.minimum(
+        stages.head * spared, repeated
+    )
     work = work + stages.embed * embed + stages.head * head
     lost = _lost(space, options, numbers, collectives, counts, split=split)
     work = work + _total(stages.blocks, lost)
     # If steps roll, no stage waits for others to begin or to end.
     rolls = space.request.profile.rolls
     later = ((sum(stages.before) > 0) | (stages.embed == 0)) & (not rolls)
-    begin = np.where(later, embed_forward + _total(stages.before, forwards), 0.0)
-    end = np.where(later, embed_backward + _total(stages.before, backwards), 0.0)
+    begin = np.where(
+        later, embed_forward + _total(stages.before, forwards), 0.0
+    )
+    end = np.where(
+        later, embed_backward + _total(stages.before, backwards), 0.0
+    )
     path = (begin + counts * work + (0.0 if split else end)).max(axis=-1)
     step = path + _ends(space, options, stages, collectives, split=split)
     # If gradients are summed after every microbatch, a lane has to carry them.
-    often = np.array([zero.stage >= 2 for zero in options.zeros])[:, None, None, None]
+    often = np.array([zero.stage >= 2 for zero in options.zeros])[
+        :, None, None, None
+    ]
     lane = _lane(space, options, pipes, stages, collectives)
-    update = _of_units(collectives.update, stages).max(axis=-1)[:, None, :, None]
+    update = _of_units(collectives.update, stages).max(axis=-1)[
+        :, None, :, None
+    ]
     step = np.where(often, np.maximum(step, lane[..., None] + update), step)
     if not hardware.cores:
         return np.asarray(step)
@@ -430,7 +465,9 @@ def _lane(
         return np.asarray(lane.max(axis=-1))
     # Two consecutive computations of the same block share a gather: at most at both
     # ends of a stage, and once more for each two microbatches side by side.
-    chunks = np.array([pipe.chunks * (1 + pipe.overlap) for pipe in pipes], float)
+    chunks = np.array(
+        [pipe.chunks * (1 + pipe.overlap) for pipe in pipes], float
+    )
     twice = 2.0 * counts * chunks[:, None]
     gather = collectives.gather[1:-1]
     blocks = [each[:, 0] for each in stages.blocks]
@@ -438,7 +475,9 @@ def _lane(
     most = gather.max(axis=0)[:, None, None, None]
     spared = (twice + space.request.profile.rolls) * most
     gathers = np.maximum(2 * counts * once - spared, 0.0)
-    each_use = [zero.gather == "micro" and zero.stage == 3 for zero in options.zeros]
+    each_use = [
+        zero.gather == "micro" and zero.stage == 3 for zero in options.zeros
+    ]
     lane = lane + np.array(each_use)[:, None, None, None] * gathers
     return np.asarray(lane.max(axis=-1))
 
@@ -469,7 +508,9 @@ def _lost(
         beside_forward, beside_back = np.array(beside).swapaxes(0, 1)
         lost = np.minimum(beside_forward, forward / (1 - SLOWED))
         if not split:
-            lost = lost + np.minimum(beside_back, input_gradient / (1 - SLOWED))
+            lost = lost + np.minimum(
+                beside_back, input_gradient / (1 - SLOWED)
+            )
         found.append(np.asarray(SLOWED * plain * lost))
     return found
 
@@ -520,17 +561,23 @@ def _memory(
         expert_shards = shards / options.grid.ep if zero.stage else 1.0
         cut = trained + (shards / expert_shards - 1) * routed
         each = held_bytes(unit.layout, profile.state)
-        always = cut * each.optimizer + trained * each.weight + frozen * each.frozen
+        always = (
+            cut * each.optimizer + trained * each.weight + frozen * each.frozen
+        )
         gradient_shards = cut * (each.gradient_shard or each.gradient)
         reduced = zero.stage >= 2 and shards > 1
         gradients = gradient_shards if reduced else trained * each.gradient
         then = activations
-        bucket = profile.bucket if zero.stage == 3 and profile.bucket else np.inf
+        bucket = (
+            profile.bucket if zero.stage == 3 and profile.bucket else np.inf
+        )
         if reduced:
             # In addition to the shards, which exist from a unit's first sum.
             fewest = expert_shards if any(numbers.experts) else shards
             beside = profile.reduce_bytes - profile.gradient_bytes / fewest
-            sums = np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing
+            sums = (
+                np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing
+            )
             open_gradients = whole * min(block, bucket)
             under_way = sums * min(*numbers.trained, bucket)
             then = then + (open_gradients + under_way) * max(0.0, beside)
@@ -586,7 +633,10 @@ def _flights(
     fewer = [2 * pp if count >= 2 * pp else min(count, pp) for count in counts]
     each = []
     for pipe in pipes:
-        blocks, some = blocks_of_pipeline(shape, pp, pipe), _some_ranks(shape, pp, pipe)
+        blocks, some = (
+            blocks_of_pipeline(shape, pp, pipe),
+            _some_ranks(shape, pp, pipe),
+        )
         each.append(
             [
                 in_flight(pipe.schedule, pp, pipe.chunks, count, blocks, some)
@@ -619,7 +669,9 @@ class _Stages:
 
 
 @lru_cache(maxsize=4096)
-def blocks_of_pipeline(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
+def blocks_of_pipeline(
+    shape: Shape, pp: int, pipe: Pipeline
+) -> tuple[int, ...]:
     """The number of blocks on each virtual stage."""
     mesh = Grid(1, pp, 1, 1, 1, 1, ORDERS[0]).mesh(1)
     plain = Layout(
@@ -665,7 +717,9 @@ def _stages(
 
     def array(of: Callable[[_Held], object]) -> Array:
         """Values of all ranks, (..., pipelines, 1, ranks)."""
-        found = np.array([[of(rank) for rank in ranks] for ranks in held], float)
+        found = np.array(
+            [[of(rank) for rank in ranks] for ranks in held], float
+        )
         return np.moveaxis(found, (0, 1), (-2, -1))[..., None, :]
 
     def padded(rank: _Held) -> list[tuple[float, ...]]:
@@ -703,7 +757,9 @@ def _held_by_ranks(
 
     def summed(some: Iterable[int]) -> tuple[int, ...]:
         """Blocks of each kind in these stages."""
-        return tuple(map(sum, zip(*[counts[stage] for stage in some], strict=True)))
+        return tuple(
+            map(sum, zip(*[counts[stage] for stage in some], strict=True))
+        )
 
     found = []
     for mine in (every[rank] for rank in _some_ranks(shape, pp, pipe)):

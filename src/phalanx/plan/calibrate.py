@@ -53,7 +53,8 @@ _MOVES = 40
 # The computations in each operation, by the names of `PieceTimes.computed`.
 _COMPUTED = {
     **{
-        kind: (kind,) for kind in (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
+        kind: (kind,)
+        for kind in (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
     },
     ops.BACKWARD: (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT),
     ops.RECOMPUTE: (ops.RECOMPUTE,),
@@ -129,7 +130,8 @@ class _ComputedPath:
     def __call__(self, numbers: SoftwareProfile) -> float:
         times = [t.computed for t in self.run.priced(numbers).times.values]
         computed = (
-            count * times[which][kind] for (which, kind), count in self.often.items()
+            count * times[which][kind]
+            for (which, kind), count in self.often.items()
         )
         return self.rest + math.fsum(computed)
 
@@ -182,7 +184,8 @@ def fit(
     low = [span[0] for span in FITTED.values()]
     wide = [span[1] - span[0] for span in FITTED.values()]
     rest = [
-        (getattr(base, n) - a) / b for n, a, b in zip(FITTED, low, wide, strict=True)
+        (getattr(base, n) - a) / b
+        for n, a, b in zip(FITTED, low, wide, strict=True)
     ]
 
     def at(x: Sequence[float]) -> SoftwareProfile:
@@ -203,8 +206,12 @@ def fit(
             total += weight * min(abs(math.log(step / run.measured)), clip)
             count += weight
         outside = sum(max(each - 1, 0.0) + max(-each, 0.0) for each in x)
-        apart = math.fsum((a - b) * (a - b) for a, b in zip(x, rest, strict=True))
-        usual = physics * ((profile.traffic - 1) ** 2 + (profile.host / 2 - 1) ** 2)
+        apart = math.fsum(
+            (a - b) * (a - b) for a, b in zip(x, rest, strict=True)
+        )
+        usual = physics * (
+            (profile.traffic - 1) ** 2 + (profile.host / 2 - 1) ** 2
+        )
         return total / count + outside + held * apart + usual
 
     best = [min(max(each, 0.05), 0.95) for each in rest]
@@ -221,7 +228,10 @@ def fit(
 
 
 def _simplex(
-    f: Callable[[Sequence[float]], float], start: list[float], step: float, moves: int
+    f: Callable[[Sequence[float]], float],
+    start: list[float],
+    step: float,
+    moves: int,
 ) -> list[float]:
     """The lowest point found by Nelder and Mead's simplex search (1965) from a start."""
 
@@ -242,14 +252,21 @@ def _simplex(
         new = at(centre + (centre - worst))
         if new[0] < known[0][0]:
             new = min(
-                at(centre + 2 * (centre - worst)), new, key=operator.itemgetter(0)
+                at(centre + 2 * (centre - worst)),
+                new,
+                key=operator.itemgetter(0),
             )
         elif new[0] >= known[-1][0]:
             limit = min(new[0], most)
-            new = at(centre + (0.5 if new[0] < most else -0.5) * (centre - worst))
+            new = at(
+                centre + (0.5 if new[0] < most else -0.5) * (centre - worst)
+            )
             if new[0] >= limit:  # shrink all points towards the best
                 best = known[0][1]
-                known = [known[0], *(at(best + 0.5 * (x - best)) for _, x in known[1:])]
+                known = [
+                    known[0],
+                    *(at(best + 0.5 * (x - best)) for _, x in known[1:]),
+                ]
                 new = at(best + 0.5 * (worst - best))
         known.append(new)
     return [float(x) for x in min(known, key=operator.itemgetter(0))[1]]
@@ -271,7 +288,9 @@ class Calibration:
     def worse(self) -> bool:
         """True if left-out runs have larger mean errors than without calibration."""
         after = [abs(x) for x in self.left_out]
-        return bool(after) and fmean(after) > fmean(abs(x) for x in self.before)
+        return bool(after) and fmean(after) > fmean(
+            abs(x) for x in self.before
+        )
 
 
 def calibrated(
@@ -285,7 +304,9 @@ def calibrated(
     return (lambda like: base) if found.worse else found.like
 
 
-def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration:
+def calibration(
+    base: SoftwareProfile, runs: Sequence[CostedRun]
+) -> Calibration:
     """Calibrate a profile: computing is slower or faster by one factor.
 
     With three runs or more each number may move by itself, if that helps runs that are
@@ -299,14 +320,18 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
         some: Sequence[CostedRun],
     ) -> Callable[[CostedRun | None], SoftwareProfile]:
         factor = _slower(base, some, [paths[id(run)] for run in some])
-        return lambda like: replace(base, slower=round(base.slower * factor(like), 4))
+        return lambda like: replace(
+            base, slower=round(base.slower * factor(like), 4)
+        )
 
     def fitted(
         some: Sequence[CostedRun],
     ) -> Callable[[CostedRun | None], SoftwareProfile]:
         # A user's own run is never clipped: on a machine file that is twice too fast,
         # all are far off.
-        found = fit(slower(some)(None), some, clip=math.inf, moves=_MOVES, met=met)
+        found = fit(
+            slower(some)(None), some, clip=math.inf, moves=_MOVES, met=met
+        )
         return lambda like: found
 
     def off(run: CostedRun, numbers: SoftwareProfile) -> float:
@@ -319,7 +344,9 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
         count = len(timed) if len(timed) <= _ALONE else _FOLDS
         found = dict[int, float]()
         for fold in range(count):
-            moved = way([run for n, run in enumerate(timed) if n % count != fold])
+            moved = way(
+                [run for n, run in enumerate(timed) if n % count != fold]
+            )
             found |= {
                 n: off(timed[n], moved(timed[n]))
                 for n in range(fold, len(timed), count)
@@ -335,7 +362,8 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
     more = left_out(fitted)
     # An improvement must show in most runs, not only in one outlier.
     better = [
-        middle([abs(x) for x in more]) < _WORTH * middle([abs(x) for x in least])
+        middle([abs(x) for x in more])
+        < _WORTH * middle([abs(x) for x in least])
         for middle in (fmean, median)
     ]
     if all(better):
@@ -351,7 +379,9 @@ def kind(run: CostedRun) -> tuple[Any, ...]:
 
 
 def _slower(
-    base: SoftwareProfile, runs: Sequence[CostedRun], paths: Sequence[LongestPath]
+    base: SoftwareProfile,
+    runs: Sequence[CostedRun],
+    paths: Sequence[LongestPath],
 ) -> Callable[[CostedRun | None], float]:
     """The posterior mean of the slowdown of computing, for runs like a given one.
 
@@ -364,10 +394,16 @@ def _slower(
     kinds, steps = [kind(run) for run in runs], [path(base) for path in paths]
     more = replace(base, slower=base.slower * math.exp(_SMALL))
     part = np.array(
-        [math.log(p(more) / s) / _SMALL for p, s in zip(paths, steps, strict=True)]
+        [
+            math.log(p(more) / s) / _SMALL
+            for p, s in zip(paths, steps, strict=True)
+        ]
     )
     off = np.array(
-        [math.log(run.measured / s) for run, s in zip(runs, steps, strict=True)]
+        [
+            math.log(run.measured / s)
+            for run, s in zip(runs, steps, strict=True)
+        ]
     )
 
     def alike(own: tuple[Any, ...]) -> NDArray[np.float64]:
@@ -392,7 +428,10 @@ def spread_over(runs: Sequence[Item], count: int) -> list[Item]:
     """A sample of `count` runs, spread evenly; all if `count` is 0 or too large."""
     if not 0 < count < len(runs):
         return list(runs)
-    return [runs[round(i * (len(runs) - 1) / max(count - 1, 1))] for i in range(count)]
+    return [
+        runs[round(i * (len(runs) - 1) / max(count - 1, 1))]
+        for i in range(count)
+    ]
 
 
 # ---- run folders
@@ -405,9 +444,13 @@ def read_run(folder: Path) -> Measured:
     """
     file = folder / "metrics.jsonl"
     if not file.is_file():
-        raise MachineError(f"cannot read the run {file}: there is no such file.")
+        raise MachineError(
+            f"cannot read the run {file}: there is no such file."
+        )
     records = read_journal(file)
-    begins = [i for i, record in enumerate(records) if record["event"] == "start"]
+    begins = [
+        i for i, record in enumerate(records) if record["event"] == "start"
+    ]
     if not begins:
         raise MachineError(
             f"{file} has no start record: it is not a run of phalanx train."
@@ -417,10 +460,13 @@ def read_run(folder: Path) -> Measured:
     ends = [*begins[1:], len(records)]
 
     def timed(some: Sequence[Any]) -> list[Any]:
-        return [r for r in some if r["event"] == "step" and r.get("seconds", 0) > 0]
+        return [
+            r for r in some if r["event"] == "step" and r.get("seconds", 0) > 0
+        ]
 
     stretches = [
-        (records[i], timed(records[i:end])) for i, end in zip(begins, ends, strict=True)
+        (records[i], timed(records[i:end]))
+        for i, end in zip(begins, ends, strict=True)
     ]
     start, steps = next(
         (s for s in reversed(stretches) if len(s[1]) > 1), stretches[-1]
@@ -443,7 +489,9 @@ def read_run(folder: Path) -> Measured:
         float(r["seconds"]) for r in steps[1:] for _ in range(int(r["steps"]))
     )
     sequence = int(start.get("sequence", shape.sequence))
-    return Measured(str(folder), case_of(shape, layout, sequence=sequence), seconds)
+    return Measured(
+        str(folder), case_of(shape, layout, sequence=sequence), seconds
+    )
 
 
 def by_model(trials: Sequence[Measured]) -> list[list[Measured]]:

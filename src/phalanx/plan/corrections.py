@@ -87,9 +87,13 @@ def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
         return work
     cost = work.cost
     columns = [
-        m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")
+        m
+        for m in cost.forward.messages
+        if (m.axis, m.op) == ("tp", "all_gather")
     ]
-    kept = sum(message.bytes for message in columns) * (1 - 1 / software.cut.tp)
+    kept = sum(message.bytes for message in columns) * (
+        1 - 1 / software.cut.tp
+    )
     others = tuple(m for m in cost.again.messages if m not in columns)
     again = replace(cost.again, messages=others)
     return replace(
@@ -124,7 +128,9 @@ def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
     cost = work.cost
     attention = cost.forward.attention
     if software.selective:
-        cost = replace(cost, again=Load(attention=attention), selected=cost.kept)
+        cost = replace(
+            cost, again=Load(attention=attention), selected=cost.kept
+        )
     scores = sum(a.batch * a.heads * a.queries * a.keys for a in attention)
     kept = cost.kept + KEPT_SCORES * scores
     temporary = cost.temporary + SCORE_GRADIENTS * scores
@@ -139,9 +145,13 @@ def repeats_products(work: PieceWork, software: Software) -> PieceWork:
     repeats = software.profile.repeats
     if not (software.profile.fused_attention and software.selective):
         return work
-    made = software.width * sum(p.batch * p.m * p.n for p in work.cost.forward.products)
+    made = software.width * sum(
+        p.batch * p.m * p.n for p in work.cost.forward.products
+    )
     selected = max(0.0, work.cost.selected - repeats * made)
-    return replace(work, cost=replace(work.cost, selected=selected), repeats=repeats)
+    return replace(
+        work, cost=replace(work.cost, selected=selected), repeats=repeats
+    )
 
 
 # ---- for blocks and for the head
@@ -160,14 +170,18 @@ class Tokens(NamedTuple):
         return cls(case.shape, case.rows * case.sequence / cut.cp, cut, sparse)
 
 
-def fuses_gated_mlp(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
+def fuses_gated_mlp(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
     """Compute gate and product in one kernel, which keeps nothing in between."""
     if not (software.profile.fused and of.shape.gated) or of.sparse:
         return work
     return _keeps(work, software, of, -of.shape.ffn)
 
 
-def keeps_rotated_values(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
+def keeps_rotated_values(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
     """Keep query and key before their rotation, too.
 
     One matmul computes query, key and value. The value is a view of its output, so the
@@ -176,7 +190,9 @@ def keeps_rotated_values(work: PieceWork, software: Software, of: Tokens) -> Pie
     shape = of.shape
     if not (software.profile.joint and shape.positions == "rope"):
         return work
-    return _keeps(work, software, of, (shape.heads + shape.kv_heads) * shape.head_dim)
+    return _keeps(
+        work, software, of, (shape.heads + shape.kv_heads) * shape.head_dim
+    )
 
 
 def _keeps(
@@ -226,7 +242,10 @@ EVERY_PIECE: Sequence[OfPiece] = (
 
 
 def of_tokens(
-    corrections: Sequence[OfTokens], cost: PieceCost, software: Software, of: Tokens
+    corrections: Sequence[OfTokens],
+    cost: PieceCost,
+    software: Software,
+    of: Tokens,
 ) -> PieceCost:
     """Apply corrections that depend on the tokens of a microbatch."""
     work = PieceWork(cost)

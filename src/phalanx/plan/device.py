@@ -42,7 +42,9 @@ class Chip:
     matrix_clock_ghz: float
     vector: Mapping[str, int]  # FLOPs per cycle and unit, by dtype
     matrix: Mapping[str, int]
-    units_made: int = 0  # on the die; some are disabled so that more dies are usable
+    units_made: int = (
+        0  # on the die; some are disabled so that more dies are usable
+    )
     cores: int = 0  # float32 lanes per unit
     matrix_cores: int = 0  # per unit
     registers_kib: int = 0  # per unit
@@ -79,7 +81,9 @@ class Device:
     title: str
     memory: Memory
     sources: Mapping[str, str]  # the sources of numbers, by key or by table
-    drivers: tuple[str, ...] = ()  # the names that drivers report, matched whole
+    drivers: tuple[
+        str, ...
+    ] = ()  # the names that drivers report, matched whole
     links: tuple[str, ...] = ()  # names in links.toml, the fastest first
     # If no chip gives it.
     peak_tflops: Mapping[str, float] = field(default_factory=dict)
@@ -97,7 +101,9 @@ class Device:
         """FLOP/s of matmuls in a dtype; 0 if the maker states none."""
         chip = self.chip
         if chip is not None and dtype in chip.matrix:
-            return chip.units * chip.matrix[dtype] * chip.matrix_clock_ghz * 1e9
+            return (
+                chip.units * chip.matrix[dtype] * chip.matrix_clock_ghz * 1e9
+            )
         if dtype in self.peak_tflops:
             return self.peak_tflops[dtype] * 1e12
         if chip is not None and dtype in chip.vector:
@@ -113,7 +119,9 @@ class Device:
             *(chip.matrix if chip else ()),
             *(chip.vector if chip else ()),
         }
-        return tuple(sorted(known, key=lambda dtype: (-self.peak(dtype), dtype)))
+        return tuple(
+            sorted(known, key=lambda dtype: (-self.peak(dtype), dtype))
+        )
 
     @property
     def ridge(self) -> float:
@@ -138,22 +146,31 @@ def _numbers(value: object, place: str) -> list[tuple[str, float]]:
         value = {f.name: getattr(value, f.name) for f in fields(value)}
     items = value.items() if isinstance(value, Mapping) else ()
     dot = f"{place}." if place else ""
-    return [number for key, x in items for number in _numbers(x, f"{dot}{key}")]
+    return [
+        number for key, x in items for number in _numbers(x, f"{dot}{key}")
+    ]
 
 
 def catalogue(kind: type[Entry], path: Path) -> dict[str, Entry]:
     """The entries of a file that comes with phalanx, by name; each also holds its name."""
     return {
         name: decode(
-            kind, {**table, "name": name}, f"{path.name}, {name}", MachineFileError
+            kind,
+            {**table, "name": name},
+            f"{path.name}, {name}",
+            MachineFileError,
         )
-        for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items()
+        for name, table in tomllib.loads(
+            path.read_text(encoding="utf-8")
+        ).items()
     }
 
 
 @cache
 def devices() -> dict[str, Device]:
-    paths = sorted(path for path in MACHINES.glob("*.toml") if path.stem not in _OTHERS)
+    paths = sorted(
+        path for path in MACHINES.glob("*.toml") if path.stem not in _OTHERS
+    )
     found = (
         parse(Device, p.read_text(encoding="utf-8"), p.name, MachineFileError)
         for p in paths
@@ -184,4 +201,6 @@ _USUAL = {"h100": "h100-sxm", "a100": "a100-80", "v100": "v100-16"}
 
 def device_named(driver: str) -> Device | None:
     """The entry for exactly the name that a driver gives a device, or None."""
-    return next((d for d in devices().values() if driver.strip() in d.drivers), None)
+    return next(
+        (d for d in devices().values() if driver.strip() in d.drivers), None
+    )

@@ -40,7 +40,9 @@ class _Nodes(NamedTuple):
     """Operations of stages as columns, fast to walk; place 0 is the step's start."""
 
     before: list[int]  # the place of the previous operation on the rank
-    value: list[int]  # the place of the operation whose value it takes; 0: none
+    value: list[
+        int
+    ]  # the place of the operation whose value it takes; 0: none
     key: list[int]  # the index of its times
     # if the value is a message, the key of the previous operation; otherwise -1
     beside: list[int]
@@ -135,7 +137,9 @@ def _stage_times(
         piece: PieceTimes, beside: tuple[Array | float, Array | float]
     ) -> dict[str, float]:
         seconds = dict(piece.computed)
-        for kind, took in zip((ops.FORWARD, ops.INPUT_GRADIENT), beside, strict=True):
+        for kind, took in zip(
+            (ops.FORWARD, ops.INPUT_GRADIENT), beside, strict=True
+        ):
             seconds[kind] += lost_beside(seconds[kind], float(took))
         backward = seconds[ops.INPUT_GRADIENT] + seconds[ops.WEIGHT_GRADIENT]
         return seconds | {ops.BACKWARD: backward}
@@ -198,18 +202,25 @@ def followed(
     ]
     times = _stage_times(pieces, messages, keys, stages, inner)
     far = distance(layout, "pp")
-    hop = request.hardware.network.seconds("send", pieces[1].cost.edge, pp, far)
+    hop = request.hardware.network.seconds(
+        "send", pieces[1].cost.edge, pp, far
+    )
     hop *= not request.profile.scatters_sends
     units = _of_stages(stages.table, collectives, way)
     first_gather = float(collectives.gather[0, way]) if zero.stage else 0.0
     once = zero.stage and zero.gather == "step"
     whole = once and not (space.offload or inner.matmul)
-    gathered = _gathered(keys, held, units.gather) if whole else [0.0] * len(keys)
+    gathered = (
+        _gathered(keys, held, units.gather) if whole else [0.0] * len(keys)
+    )
     often = zero.stage >= 2
     lanes = [
-        units.lane[stage] * (often and kind in ops.CONTRIBUTES) for kind, stage in keys
+        units.lane[stage] * (often and kind in ops.CONTRIBUTES)
+        for kind, stage in keys
     ]
-    walked = _walk(nodes, keys, times, held, gathered, lanes, hop, first_gather)
+    walked = _walk(
+        nodes, keys, times, held, gathered, lanes, hop, first_gather
+    )
     last = _summed(walked, keys, held, units.reduce, collectives, way)
     return float(
         last + max(sum(units.update[stage] for stage in mine) for mine in held)
@@ -233,7 +244,9 @@ class _StageUnits(NamedTuple):
     update: list[float]
 
 
-def _of_stages(stages: Array, collectives: CollectiveTimes, way: int) -> _StageUnits:
+def _of_stages(
+    stages: Array, collectives: CollectiveTimes, way: int
+) -> _StageUnits:
     every = (
         collectives.gather,
         collectives.reduce,
@@ -283,10 +296,14 @@ def _walk(
     held_by = {stage: rank for rank, mine in enumerate(held) for stage in mine}
     ranks, free = [held_by[stage] for _, stage in keys], [0.0] * len(held)
     alone, rest, ending = times
-    earliest = [there + took for there, took in zip(gathered, ending, strict=True)]
+    earliest = [
+        there + took for there, took in zip(gathered, ending, strict=True)
+    ]
     latest, ends = [0.0] * len(keys), [first]
     # Comparisons instead of `max`, which took half of the time.
-    for before, value, key, beside in islice(zip(*nodes, strict=True), 1, None):
+    for before, value, key, beside in islice(
+        zip(*nodes, strict=True), 1, None
+    ):
         begin, made = ends[before], ends[value]
         if beside >= 0:
             # The message is requested beside the piece computed before, and not

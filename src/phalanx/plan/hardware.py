@@ -27,7 +27,9 @@ FLASH = 0.6  # share of the best matmul rate
 # peak. From the 200 and 335 TFLOP/s that FlashAttention-1 and -2 reach on an H100,
 # which has twice an A100's peak per cycle.
 _AMPERE_FLOPS = {"flash-1": 828.0, "flash-2": 1387.0}
-STREAM = 0.85  # share of the memory's stated bandwidth in long reads and writes
+STREAM = (
+    0.85  # share of the memory's stated bandwidth in long reads and writes
+)
 # Extra bytes for each element of an fp8 matmul's inputs, moved by the kernels that
 # round them.
 _QUANTISED = 1.0
@@ -35,7 +37,9 @@ _QUANTISED = 1.0
 _TILES = ((128, 256), (128, 128), (64, 128))
 _TILE_RATE = (1.0, 0.97, 0.8)
 _TO_HOST = ("pcie", "nvlink-c2c")
-HOST_LINK = 25e9  # bytes per second to a host, if the catalogue names no link to it
+HOST_LINK = (
+    25e9  # bytes per second to a host, if the catalogue names no link to it
+)
 # The number of keys at which causal attention runs at half its rate (Dao 2023, figures
 # 4 and 7).
 _RAMP = 512.0
@@ -50,7 +54,9 @@ _NARROW, _NARROW_3 = 0.15, 0.35
 # Share of the computing rate lost while messages travel beside it: the kernels that
 # send and sum them occupy multiprocessors and memory bandwidth.
 SLOWED = 0.25
-_DEPTH = 80.0  # the k at which a matmul's start and end cost as much as its middle
+_DEPTH = (
+    80.0  # the k at which a matmul's start and end cost as much as its middle
+)
 
 
 def lost_beside(computing: float, messages: float) -> float:
@@ -70,7 +76,9 @@ class Rates(Protocol):
 
     def product(self, p: Product, dtype: str) -> float: ...
 
-    def attention(self, a: AttentionLoad, dtype: str, kernel: str) -> float: ...
+    def attention(
+        self, a: AttentionLoad, dtype: str, kernel: str
+    ) -> float: ...
 
     def move(self, size: float) -> float: ...
 
@@ -90,7 +98,9 @@ class Roofline:
         found = self.device.reached_tflops.get(dtype, 0.0) * 1e12
         found = found or self._usual_part() * self.device.peak(dtype)
         if not found:
-            raise MachineError(f"{self.device.title} states no rate of {dtype}.")
+            raise MachineError(
+                f"{self.device.title} states no rate of {dtype}."
+            )
         return found
 
     def _usual_part(self) -> float:
@@ -99,7 +109,10 @@ class Roofline:
         return min(
             [
                 REACHED,
-                *(1e12 * rate / self.device.peak(name) for name, rate in measured),
+                *(
+                    1e12 * rate / self.device.peak(name)
+                    for name, rate in measured
+                ),
             ]
         )
 
@@ -109,7 +122,9 @@ class Roofline:
         width = DTYPES[dtype].bytes
         taken = p.batch * (p.m * p.k + p.k * p.n)
         rate = self.reached(dtype) * self._shape(p)
-        time = max(p.flops / rate, self.move(width * (taken + p.batch * p.m * p.n)))
+        time = max(
+            p.flops / rate, self.move(width * (taken + p.batch * p.m * p.n))
+        )
         return time + (self.move(_QUANTISED * taken) if dtype == FP8 else 0.0)
 
     def _shape(self, p: Product) -> float:
@@ -145,7 +160,8 @@ class Roofline:
         if chip is None or kernel not in _AMPERE_FLOPS:
             return rate
         return min(
-            rate, _AMPERE_FLOPS[kernel] * chip.units * chip.matrix_clock_ghz * 1e9
+            rate,
+            _AMPERE_FLOPS[kernel] * chip.units * chip.matrix_clock_ghz * 1e9,
         )
 
     def move(self, size: float) -> float:
@@ -176,10 +192,14 @@ class Network:
     hops: tuple[Hop, ...]
     start: float = 12e-6  # seconds before the first byte of any collective
 
-    def seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
+    def seconds(
+        self, op: str, size: float, ranks: float, apart: float
+    ) -> float:
         """Seconds of a collective over `ranks` ranks, each `apart` from the next."""
         if op == "send":
-            hop = next((hop for hop in self.hops if apart < hop.inside), self.hops[-1])
+            hop = next(
+                (hop for hop in self.hops if apart < hop.inside), self.hops[-1]
+            )
             return self.start + hop.latency + size / hop.rate
         if ranks <= 1:
             return 0.0
@@ -200,7 +220,9 @@ class Network:
             units = inside / members
             if units > 1.0:
                 rate = hop.reduce if op == "all_reduce" else hop.rate
-                bandwidth = min(bandwidth, rate * members * _left(hop.faded, units))
+                bandwidth = min(
+                    bandwidth, rate * members * _left(hop.faded, units)
+                )
                 steps = units - 1
                 # A tree is chosen where a ring would take more steps.
                 if op == "all_reduce":
@@ -233,7 +255,9 @@ def _left(faded: Mapping[int, float], units: float) -> float:
 
 
 class NetworkTimes(Protocol):
-    def seconds(self, op: str, size: float, ranks: float, apart: float) -> float: ...
+    def seconds(
+        self, op: str, size: float, ranks: float, apart: float
+    ) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -274,7 +298,9 @@ def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
             {int(k): v for k, v in level.faded.items()},
         )
         summing = 1.0 if hops else level.reduces
-        hops.append(Hop(inside, rate, rate * summing, level.latency_us * 1e-6, faded))
+        hops.append(
+            Hop(inside, rate, rate * summing, level.latency_us * 1e-6, faded)
+        )
     return Hardware(
         name=cluster.name,
         ranks=ranks or cluster.size,
@@ -284,7 +310,11 @@ def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
         node=cluster.levels[0].size,
         peak={dtype: device.peak(dtype) for dtype in device.dtypes},
         host=next(
-            (link(x).bandwidth for x in device.links if x.startswith(_TO_HOST)),
+            (
+                link(x).bandwidth
+                for x in device.links
+                if x.startswith(_TO_HOST)
+            ),
             HOST_LINK,
         ),
     )

@@ -31,7 +31,9 @@ def hierarchy(device: Device) -> tuple[Place, ...]:
     found = [Place(memory.kind, memory.bytes, memory.bandwidth, how)]
     if chip and chip.l2_mib and chip.l2_gb_s:
         how = device.source("chip.l2_gb_s").split(":")[0]
-        found.insert(0, Place("L2", chip.l2_mib * 2.0**20, chip.l2_gb_s * 1e9, how))
+        found.insert(
+            0, Place("L2", chip.l2_mib * 2.0**20, chip.l2_gb_s * 1e9, how)
+        )
     if chip:
         cycles, at = (
             chip.units * chip.clock_ghz * 1e9,
@@ -44,14 +46,25 @@ def hierarchy(device: Device) -> tuple[Place, ...]:
             if kib and per_cycle:
                 how = f"{chip.units} x {kib} KiB; {per_cycle} bytes {at}"
                 found.insert(
-                    0, Place(name, chip.units * kib * 1024.0, cycles * per_cycle, how)
+                    0,
+                    Place(
+                        name,
+                        chip.units * kib * 1024.0,
+                        cycles * per_cycle,
+                        how,
+                    ),
                 )
-    family = next((c for c in clusters().values() if c.device == device.name), None)
+    family = next(
+        (c for c in clusters().values() if c.device == device.name), None
+    )
     if family is None:
         ways = map(link, device.links[:1])
         return (
             *found,
-            *(Place(way.title, 0.0, way.both, "both directions") for way in ways),
+            *(
+                Place(way.title, 0.0, way.both, "both directions")
+                for way in ways
+            ),
         )
     joined = 1
     for level in family.levels:

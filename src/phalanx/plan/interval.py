@@ -24,8 +24,14 @@ from .profile import SoftwareProfile
 
 # The share of steps in the range that a calibration derives from its own runs.
 OWN_LEVEL = 0.8
-_QUANTILE = 1.2816  # of the normal distribution, at the upper end of such a range
-_MESSAGES = ("tensor", "data", "pipe")  # parts of a step that wait for messages
+_QUANTILE = (
+    1.2816  # of the normal distribution, at the upper end of such a range
+)
+_MESSAGES = (
+    "tensor",
+    "data",
+    "pipe",
+)  # parts of a step that wait for messages
 FP4 = "fp4"  # occurs in tables of published runs
 _DEVICES = 8.0  # up to this many devices do not widen the range
 BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL = (
@@ -114,12 +120,18 @@ def widths() -> Widths:
     path = Path(__file__).parent / "intervals.toml"
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     return Widths(
-        tuple(table["devices"]), table["covered"], table["below"], table["above"]
+        tuple(table["devices"]),
+        table["covered"],
+        table["below"],
+        table["above"],
     )
 
 
 def amounts(
-    case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
+    case: Case,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    parts: Mapping[str, float],
 ) -> dict[str, float]:
     """The strength of each cause in a prediction, a factor on its width; 0: none."""
     layout, rates = case.layout, hardware.rates
@@ -157,7 +169,10 @@ def attention_part(shape: Shape, sequence: int) -> float:
 
 
 def interval(
-    case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
+    case: Case,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    parts: Mapping[str, float],
 ) -> StepRange:
     """The range of a predicted step, from the causes that apply to it.
 
@@ -175,24 +190,38 @@ def interval(
     for name, amount in amounts(case, hardware, profile, parts).items():
         beyond = max(0.0, amount - known.get(name, 0.0))
         if beyond:
-            below, above = beyond * fitted.below[name], beyond * fitted.above[name]
+            below, above = (
+                beyond * fitted.below[name],
+                beyond * fitted.above[name],
+            )
             found.append(Cause(name, texts[name], below, above))
     below = math.hypot(*(cause.below for cause in found))
     above = math.hypot(*(cause.above for cause in found))
     widest = sorted(found, key=lambda cause: -cause.width)
-    software = SOFTWARE if any(cause.name == SOFTWARE for cause in found) else BASE
+    software = (
+        SOFTWARE if any(cause.name == SOFTWARE for cause in found) else BASE
+    )
     level = OWN_LEVEL if profile.own_runs else fitted.covered[software]
     return StepRange(
-        math.exp(-below), math.exp(above), tuple(widest), level, profile.own_runs
+        math.exp(-below),
+        math.exp(above),
+        tuple(widest),
+        level,
+        profile.own_runs,
     )
 
 
 def _texts(
-    case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
+    case: Case,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    parts: Mapping[str, float],
 ) -> dict[str, str]:
     """Every cause in words, completing "Largest uncertainty: ..."."""
     layout, step = case.layout, sum(parts.values())
-    waits = sum(parts.get(name, 0.0) for name in _MESSAGES) / step if step else 0.0
+    waits = (
+        sum(parts.get(name, 0.0) for name in _MESSAGES) / step if step else 0.0
+    )
     format_ = case.dtype or layout.matmul or layout.precision
     title = (
         hardware.rates.device.title
@@ -235,14 +264,20 @@ def with_own_range(
     beyond = _student(degrees) * math.sqrt(1 + 1 / count)
 
     def reach(before: float) -> float:
-        return beyond * math.sqrt(((before / _QUANTILE) ** 2 + squares) / degrees)
+        return beyond * math.sqrt(
+            ((before / _QUANTILE) ** 2 + squares) / degrees
+        )
 
     below = reach(fmean(-math.log(each.low) for each, _ in runs))
     above = reach(fmean(math.log(each.high) for each, _ in runs))
-    most = {name: max(found.get(name, 0.0) for _, found in runs) for name in CAUSES}
+    most = {
+        name: max(found.get(name, 0.0) for _, found in runs) for name in CAUSES
+    }
     # Rounded up, so that a run like these has no cause that exceeds them.
     covered = {
-        name: math.ceil(1e4 * amount) / 1e4 for name, amount in most.items() if amount
+        name: math.ceil(1e4 * amount) / 1e4
+        for name, amount in most.items()
+        if amount
     }
     return replace(
         profile,
@@ -258,4 +293,8 @@ def _student(degrees: int) -> float:
     """The 90 % quantile of Student's distribution, to 1 % for 3 or more."""
     z, n = _QUANTILE, degrees
     # Abramowitz and Stegun, 26.7.5.
-    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n)
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n)
+    )

@@ -19,7 +19,9 @@ class Link:
     lanes: int
     gbit: float  # per lane, in one direction
     efficiency: float = 1.0  # the share that encoding leaves
-    all_reduce_factor: float = 1.0  # relative to a ring's traffic, if the switch sums
+    all_reduce_factor: float = (
+        1.0  # relative to a ring's traffic, if the switch sums
+    )
     name: str = ""
 
     @property
@@ -76,7 +78,9 @@ class Cluster:
         return {
             "devices": self.size,
             "cores": self.size * chip.units * chip.cores if chip else 0,
-            "matrix_cores": self.size * chip.units * chip.matrix_cores if chip else 0,
+            "matrix_cores": self.size * chip.units * chip.matrix_cores
+            if chip
+            else 0,
             "memory": self.size * kind.memory.bytes,
             "flops": self.size * kind.peak(BF16),
         }
@@ -103,7 +107,9 @@ def cluster(name: str) -> Cluster:
     """The cluster of a name such as `llama3`, or of a family and a size: `h100x64`."""
     match, known = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name), clusters()
     family, count = (
-        (match[1], int(match[2] or 0)) if match and name not in known else (name, 0)
+        (match[1], int(match[2] or 0))
+        if match and name not in known
+        else (name, 0)
     )
     if family not in known and family in devices() and count:
         return joined(family, count)
@@ -117,7 +123,9 @@ def cluster(name: str) -> Cluster:
         raise MachineError(
             f"{name!r} does not give the number of devices: write {family}x64 for 64."
         )
-    return replace(whole, name=name, levels=_filled(whole, count or whole.size))
+    return replace(
+        whole, name=name, levels=_filled(whole, count or whole.size)
+    )
 
 
 def joined(name: str, count: int, server: int = 8) -> Cluster:
@@ -132,7 +140,9 @@ def joined(name: str, count: int, server: int = 8) -> Cluster:
         Level("network", "ethernet-100", 0, 1 / size),
     )
     whole = Cluster(kind.name, f"the links of {kind.name}", levels, kind.name)
-    return replace(whole, name=f"{kind.name}x{count}", levels=_filled(whole, count))
+    return replace(
+        whole, name=f"{kind.name}x{count}", levels=_filled(whole, count)
+    )
 
 
 def whole_servers(name: str, ranks: int, server: int = 8) -> Cluster:
@@ -158,5 +168,7 @@ def _filled(whole: Cluster, count: int) -> tuple[Level, ...]:
         made.append(replace(level, size=size))
         left //= size
     if left > 1:
-        raise MachineError(f"{whole.name} has {whole.size} devices, not {count}.")
+        raise MachineError(
+            f"{whole.name} has {whole.size} devices, not {count}."
+        )
     return tuple(level for level in made if level.size > 1) or (made[0],)

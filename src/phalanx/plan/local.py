@@ -18,7 +18,10 @@ from .hardware import HOST_LINK, Hardware
 from .machine import Machine, Rate
 from .profile import SoftwareProfile, profile
 
-_NEAR = {TF32: FP32, FP16: BF16}  # substitutes for dtypes that were not measured
+_NEAR = {
+    TF32: FP32,
+    FP16: BF16,
+}  # substitutes for dtypes that were not measured
 _ATTENTION = 0.6  # assumed share of the matmul rate in a fused kernel
 
 
@@ -49,7 +52,9 @@ class MeasuredRates:
         return math.exp(total / weight)
 
     def rates(self, dtype: str) -> Sequence[Rate]:
-        found = self.known.get(dtype) or self.known.get(_NEAR.get(dtype, ""), ())
+        found = self.known.get(dtype) or self.known.get(
+            _NEAR.get(dtype, ""), ()
+        )
         if not found:
             raise MachineError(
                 f"{self.machine.name} has no measured product in {dtype};"
@@ -85,16 +90,22 @@ class Curves:
     ranks: int
     backend: str = ""
 
-    def seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
+    def seconds(
+        self, op: str, size: float, ranks: float, apart: float
+    ) -> float:
         """Seconds of a collective over `ranks` ranks, each `apart` from the next."""
         group = 2 if op == "send" else int(ranks)
         if group < 2 or ranks < 2:
             return 0.0
         shares = self.machine.kind == "cpu"
-        gap = max(1, self.ranks // group) if shares and op != "send" else int(apart)
-        return self.machine.curve(op, group, backend=self.backend, apart=gap).seconds(
-            size
+        gap = (
+            max(1, self.ranks // group)
+            if shares and op != "send"
+            else int(apart)
         )
+        return self.machine.curve(
+            op, group, backend=self.backend, apart=gap
+        ).seconds(size)
 
 
 def hardware_of_machine(
@@ -123,7 +134,10 @@ def hardware_of_machine(
         rates=MeasuredRates(machine, known),
         network=Curves(machine, ranks, backend),
         node=ranks,
-        peak={dtype: max(r.flops for r in rates) for dtype, rates in known.items()},
+        peak={
+            dtype: max(r.flops for r in rates)
+            for dtype, rates in known.items()
+        },
         host=machine.host_bandwidth or HOST_LINK,
         measured=True,
         cores=cores,

@@ -18,7 +18,9 @@ class Rate:
     m: int = key(minimum=1)
     n: int = key(minimum=1)
     k: int = key(minimum=1)
-    flops: float = key(description="floating-point operations a second", above=0)
+    flops: float = key(
+        description="floating-point operations a second", above=0
+    )
 
     @property
     def seconds(self) -> float:
@@ -30,7 +32,9 @@ class Store:
     """A way of moving bytes that is no link: the device's memory, or host to device."""
 
     name: str
-    bandwidth: float = key(description="bytes read and written a second", minimum=0)
+    bandwidth: float = key(
+        description="bytes read and written a second", minimum=0
+    )
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,9 @@ class Hidden:
     name: str
     # 1: all; 0: none; below 0: together they take longer than one after the other.
     part: float = key(
-        description="how much of the shorter is hidden", minimum=None, maximum=1
+        description="how much of the shorter is hidden",
+        minimum=None,
+        maximum=1,
     )
 
 
@@ -51,17 +57,27 @@ class Machine:
     name: str
     date: str = key(description="as 2026-01-31")
     method: str = key()
-    device: str = key(description="its name, as the driver or the system gives it")
+    device: str = key(
+        description="its name, as the driver or the system gives it"
+    )
     kind: str = key(description="cpu or cuda", choices=("cpu", "cuda"))
     count: int = key(description="devices; a CPU is one", minimum=1)
     cores: int = key(minimum=1)
     memory: float = key(description="bytes of one device", above=0)
-    host: str = key("", "the host's name, only if its user wants it in the file")
-    catalogue: str = key("", "the device's name in the catalogue; empty: unknown there")
-    threads: int = key(1, "of the process that measured matrix products", minimum=1)
+    host: str = key(
+        "", "the host's name, only if its user wants it in the file"
+    )
+    catalogue: str = key(
+        "", "the device's name in the catalogue; empty: unknown there"
+    )
+    threads: int = key(
+        1, "of the process that measured matrix products", minimum=1
+    )
     torch: str = ""
     launch: float = key(
-        0.0, "seconds to start an operation that does next to nothing", minimum=0
+        0.0,
+        "seconds to start an operation that does next to nothing",
+        minimum=0,
     )
     stores: tuple[Store, ...] = ()
     rates: tuple[Rate, ...] = ()
@@ -97,7 +113,11 @@ class Machine:
     def host_bandwidth(self) -> float:
         """Bytes per second between a device and its host; 0 if not measured."""
         copy = self.memory_bandwidth / 2  # a copy on a CPU reads and writes
-        return copy if self.kind == "cpu" else self.store("host to device, pinned")
+        return (
+            copy
+            if self.kind == "cpu"
+            else self.store("host to device, pinned")
+        )
 
     def store(self, name: str) -> float:
         """The bandwidth of one way of moving bytes; 0 if not measured."""
@@ -108,7 +128,9 @@ class Machine:
         rates = [rate for rate in self.rates if rate.dtype == dtype]
         return max(rates, key=lambda rate: rate.flops, default=None)
 
-    def curve(self, op: str, ranks: int, *, backend: str = "", apart: int = 1) -> Curve:
+    def curve(
+        self, op: str, ranks: int, *, backend: str = "", apart: int = 1
+    ) -> Curve:
         """The curve of an operation for a group size.
 
         If it was not measured, the nearest size's curve with the steps and bytes of
@@ -127,6 +149,7 @@ class Machine:
                 " Measure it: phalanx doctor --out FILE."
             )
         near = min(
-            known, key=lambda c: (c.apart != apart, abs(c.ranks - ranks), -c.ranks)
+            known,
+            key=lambda c: (c.apart != apart, abs(c.ranks - ranks), -c.ranks),
         )
         return replace(near, ranks=ranks, apart=apart)

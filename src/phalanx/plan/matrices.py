@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 from ..layout import Layout, PieceRow
 from ..layout.choices import BF16, DTYPES
-from ..layout.matrices import STEPS, assign_owners, orthogonal_products, orthogonal_work
+from ..layout.matrices import (
+    STEPS,
+    assign_owners,
+    orthogonal_products,
+    orthogonal_work,
+)
 from ..program import Product
 from .hardware import Hardware
 
@@ -31,11 +36,18 @@ def row_matrices(row: PieceRow) -> Matrices:
     """The trained matrices of a piece: those of dense weights, and those of experts."""
     trained = [weight for weight in row.weights if weight.trained]
     dense = (
-        sides for weight in trained if not weight.routed for sides in weight.matrices
+        sides
+        for weight in trained
+        if not weight.routed
+        for sides in weight.matrices
     )
     # Expert by expert, each with all of its matrices: an expert is never divided among
     # owners.
-    every = (weight.matrices for weight in trained if weight.routed and weight.matrices)
+    every = (
+        weight.matrices
+        for weight in trained
+        if weight.routed and weight.matrices
+    )
     routed = zip(*every, strict=True)
     return (
         tuple((into, out) for out, into in dense),
@@ -53,19 +65,30 @@ def _groups(
     """
     dense, routed = matrices
     stage, own = x.ranks // x.pp, routed[: -(-len(routed) // x.expert_ranks)]
-    cut = max(1, x.shards // x.copies_sharing) * (1 if "tp" in x.experts else x.tp)
-    groups = [(dense, stage, x.shards * x.tp), (own, stage // x.expert_ranks, cut)]
+    cut = max(1, x.shards // x.copies_sharing) * (
+        1 if "tp" in x.experts else x.tp
+    )
+    groups = [
+        (dense, stage, x.shards * x.tp),
+        (own, stage // x.expert_ranks, cut),
+    ]
     return [group for group in groups if group[0]]
 
 
 def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:
     """Bytes of one rank's matrices: sent, received, and results that it owns."""
     groups = _groups(matrices, x)
-    return 3 * width * sum(sum(a * b for a, b in m) / parts for m, _, parts in groups)
+    return (
+        3
+        * width
+        * sum(sum(a * b for a, b in m) / parts for m, _, parts in groups)
+    )
 
 
 def _loads(
-    sides: tuple[tuple[int, int], ...], ranks: int, of: Callable[[Product], float]
+    sides: tuple[tuple[int, int], ...],
+    ranks: int,
+    of: Callable[[Product], float],
 ) -> dict[int, float]:
     """The work of Newton-Schulz products for each owner, in the unit that `of` returns."""
     loads = dict.fromkeys(range(ranks), 0.0)
@@ -92,14 +115,18 @@ def newton_schulz(
     return flops, moved
 
 
-def matrix_times(matrices: Matrices, x: Layout, hardware: Hardware) -> MatrixTimes:
+def matrix_times(
+    matrices: Matrices, x: Layout, hardware: Hardware
+) -> MatrixTimes:
     """Seconds of the busiest owner's products, and of the exchanges before and after."""
     dtype = x.precision if hardware.cores else BF16
     network, width = hardware.network.seconds, DTYPES[dtype].bytes
     there = update = back = 0.0
     for these, ranks, parts in _groups(matrices, x):
         update += max(
-            _loads(these, ranks, lambda p: hardware.rates.product(p, dtype)).values()
+            _loads(
+                these, ranks, lambda p: hardware.rates.product(p, dtype)
+            ).values()
         )
         size = width * sum(a * b for a, b in these)
         there += network("all_to_all", size / ranks, ranks, 1)

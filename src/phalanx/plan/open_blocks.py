@@ -34,7 +34,9 @@ class Moment(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def rows_of(name: str, pp: int, count: int, chunks: int) -> tuple[tuple[Op, ...], ...]:
+def rows_of(
+    name: str, pp: int, count: int, chunks: int
+) -> tuple[tuple[Op, ...], ...]:
     """The operations of each rank in a schedule."""
     return schedule(name, pp, count, chunks).rows
 
@@ -56,12 +58,18 @@ def in_flight(
     """
     rows, found = rows_of(name, pp, count, chunks), {}
     for rank in {*ranks}:
-        row = _freed_first(rows[rank]) if traits(name).forward_first else rows[rank]
+        row = (
+            _freed_first(rows[rank])
+            if traits(name).forward_first
+            else rows[rank]
+        )
         found[rank] = _fullest(row, blocks, pp)
     return tuple(found[rank] for rank in ranks)
 
 
-def _fullest(row: Sequence[Op], blocks: Sequence[int], pp: int) -> tuple[Moment, ...]:
+def _fullest(
+    row: Sequence[Op], blocks: Sequence[int], pp: int
+) -> tuple[Moment, ...]:
     """The six moments of one rank's list."""
     split = any(op.kind == ops.WEIGHT_GRADIENT for op in row)
     uses = Counter(op.piece for op in row if op.kind in ops.USES_WEIGHTS)

@@ -37,7 +37,9 @@ _SCORES_FORWARD, _SCORES_BACKWARD = 9.0, 11.0
 FUSED = 0.5
 # bytes moved per 16-bit gradient element added to a 32-bit one, as costs assume
 _ADDING = 10.0
-_STARTS = 4.0  # starting a message takes as long as starting so many operations
+_STARTS = (
+    4.0  # starting a message takes as long as starting so many operations
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ class OpParts:
         """The operation's times under a profile, in a pipeline or without one."""
         products = self.products / profile.speed
         moved = self.moved * (FUSED if profile.fused else 1.0) + self.added
-        device = (products + self.attention + moved * profile.traffic) * profile.slower
+        device = (
+            products + self.attention + moved * profile.traffic
+        ) * profile.slower
         seen = self._seen(
             products * profile.slower, self.attention * profile.slower, profile
         )
@@ -148,7 +152,9 @@ class OpParts:
         )
         host = starts + calls * profile.call_host
         return (
-            OpTime(device + host, seen) if self.serial else OpTime(device, seen, host)
+            OpTime(device + host, seen)
+            if self.serial
+            else OpTime(device, seen, host)
         )
 
     def _seen(
@@ -211,12 +217,15 @@ def op_parts(
     rates, several_servers = hardware.rates, hardware.ranks > hardware.node
     messages = message_seconds(load.messages, hardware, cut)
     members = (
-        float(sum(_group(m, cut)[0] for m in load.messages)) if several_servers else 0.0
+        float(sum(_group(m, cut)[0] for m in load.messages))
+        if several_servers
+        else 0.0
     )
     return OpParts(
         products=sum(rates.product(p, dtype) for p in load.products),
         attention=sum(
-            _attention(a, hardware, dtype, profile.attention) for a in load.attention
+            _attention(a, hardware, dtype, profile.attention)
+            for a in load.attention
         ),
         moved=rates.move(load.moved - added),
         added=rates.move(added * profile.adding / _ADDING),
@@ -230,7 +239,9 @@ def op_parts(
     )
 
 
-def _attention(a: AttentionLoad, hardware: Hardware, dtype: str, kernel: str) -> float:
+def _attention(
+    a: AttentionLoad, hardware: Hardware, dtype: str, kernel: str
+) -> float:
     if kernel != SCORES:
         return hardware.rates.attention(a, dtype, kernel)
     forward = a.products <= 2
@@ -256,7 +267,9 @@ def _group(message: MessageLoad, cut: Layout) -> tuple[int, int]:
     """The number of ranks that share a message, and the distance between neighbours."""
     if message.axis == "tp":
         return cut.tp, 1
-    inner = cut.mesh.of("cp.ulysses") if message.axis in ("cp", "cp.ring") else 1
+    inner = (
+        cut.mesh.of("cp.ulysses") if message.axis in ("cp", "cp.ring") else 1
+    )
     inner *= cut.ep if message.axis != "ep" else 1
     return cut.mesh.of(message.axis), cut.tp * inner
 
@@ -268,7 +281,9 @@ def message_seconds(
     ring = tensor = others = 0.0
     for message in messages:
         ranks, apart = _group(message, cut)
-        seconds = hardware.network.seconds(message.op, message.bytes, ranks, apart)
+        seconds = hardware.network.seconds(
+            message.op, message.bytes, ranks, apart
+        )
         if message.op == "send":
             ring += seconds
         elif message.axis == "tp":
@@ -300,7 +315,9 @@ class PieceParts:
     cost: PieceCost
     parts: tuple[PieceParts, ...] = ()  # if a block consists of several pieces
 
-    def under(self, profile: SoftwareProfile, piped: bool = False) -> PieceTimes:
+    def under(
+        self, profile: SoftwareProfile, piped: bool = False
+    ) -> PieceTimes:
         return PieceTimes(
             self.forward.under(profile, piped),
             self.input_gradient.under(profile, piped),
@@ -342,7 +359,9 @@ def piece_parts(
         forward,
         inputs,
         parts(cost.weight_gradient, none.weight_gradient if none else None),
-        replace(again, products=again.products + work.repeats * forward.products),
+        replace(
+            again, products=again.products + work.repeats * forward.products
+        ),
         cost,
     )
 
@@ -360,7 +379,9 @@ def parts_of(
     The experts of this rank receive `busy` times the mean number of tokens.
     """
     # The layout's narrower products are those of blocks. The head keeps its precision.
-    dtype = case.dtype or (FP8 if cut.matmul and not hardware.cores else cut.precision)
+    dtype = case.dtype or (
+        FP8 if cut.matmul and not hardware.cores else cut.precision
+    )
     software = Software(profile, cut)
 
     def priced(
@@ -372,12 +393,16 @@ def parts_of(
         if len(kind.parts) == 1:
             cost = kind(case.rows)
             tokens = Tokens.of(case, cut, sparse=cost.experts > 0)
-            return priced(of_tokens(BLOCK, cost, software, tokens), dtype, kind)
+            return priced(
+                of_tokens(BLOCK, cost, software, tokens), dtype, kind
+            )
         tokens = Tokens.of(case, cut, sparse=True)
         # Only the experts, the second of three parts, receive more tokens than on other
         # ranks.
         rows = case.rows, case.rows * busy, case.rows
-        attention, *others = (part(n) for part, n in zip(kind.parts, rows, strict=True))
+        attention, *others = (
+            part(n) for part, n in zip(kind.parts, rows, strict=True)
+        )
         costs = of_tokens(BLOCK, attention, software, tokens), *others
         parts = (
             priced(cost, dtype, part)
@@ -386,7 +411,9 @@ def parts_of(
         return _whole(tuple(parts))
 
     embed = priced(kinds.embed(case.rows), cut.precision, kinds.embed)
-    head = of_tokens(HEAD, kinds.head(case.rows), software, Tokens.of(case, cut))
+    head = of_tokens(
+        HEAD, kinds.head(case.rows), software, Tokens.of(case, cut)
+    )
     blocks = map(block, kinds.blocks)
     return ByKind(
         (embed, *blocks, priced(head, cut.precision, kinds.head)), kinds.kinds

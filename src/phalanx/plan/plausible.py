@@ -20,9 +20,7 @@ LONGEST_STEP = 86_400.0  # seconds; nobody trains with steps of more than a day
 # a step slower than so many times the peak allows has a wrong price, not a large batch
 _SLOWEST = 1000.0
 _ROUNDING = 1e-9
-_OURS = (
-    "This is a bug in phalanx, not in your request: please report it with this line."
-)
+_OURS = "This is a bug in phalanx, not in your request: please report it with this line."
 
 
 def refuse_impossible(
@@ -45,8 +43,12 @@ def refuse_impossible(
         raise _impossible(case, hardware, f"a step takes {step:g} s")
     # A shape that was not timed may run faster than a measured peak.
     if not hardware.measured and step < least * (1 - _ROUNDING):
-        what = f"a step takes {seconds_text(step)}, an MFU of {least / step:.1%}"
-        raise _impossible(case, hardware, f"{what}: {_at_peak(case, hardware, least)}")
+        what = (
+            f"a step takes {seconds_text(step)}, an MFU of {least / step:.1%}"
+        )
+        raise _impossible(
+            case, hardware, f"{what}: {_at_peak(case, hardware, least)}"
+        )
 
 
 def refuse_no_numbers(
@@ -55,14 +57,20 @@ def refuse_no_numbers(
     """Raise if a value is infinite, NaN or below 0."""
     least = -_ROUNDING * max(1.0, abs(sum(values.values())))
     wrong = {
-        name: x for name, x in values.items() if not (math.isfinite(x) and x >= least)
+        name: x
+        for name, x in values.items()
+        if not (math.isfinite(x) and x >= least)
     }
     if wrong:
-        listed = ", ".join(f"{name} {value:g}" for name, value in wrong.items())
+        listed = ", ".join(
+            f"{name} {value:g}" for name, value in wrong.items()
+        )
         raise _impossible(case, hardware, f"the {what} is {listed}")
 
 
-def refuse_too_long(case: Case, hardware: Hardware, parts: Mapping[str, float]) -> None:
+def refuse_too_long(
+    case: Case, hardware: Hardware, parts: Mapping[str, float]
+) -> None:
     """Raise if a step takes more than a day."""
     step, least = sum(parts.values()), shortest_step(case, hardware)
     if step <= LONGEST_STEP:
@@ -81,7 +89,11 @@ def refuse_too_long(case: Case, hardware: Hardware, parts: Mapping[str, float]) 
 def shortest_step(case: Case, hardware: Hardware) -> float:
     """Seconds of a step at the peak of the fastest format in use; 0 without a peak."""
     peak = peak_of(case, hardware)
-    flops = step_flops(case.shape, 1, case.sequence).model * case.tokens / case.sequence
+    flops = (
+        step_flops(case.shape, 1, case.sequence).model
+        * case.tokens
+        / case.sequence
+    )
     return flops / (peak * case.layout.ranks) if peak else 0.0
 
 
@@ -104,4 +116,6 @@ def _where(case: Case, hardware: Hardware) -> str:
 
 def _impossible(case: Case, hardware: Hardware, what: str) -> PredictionError:
     where = _where(case, hardware)
-    return PredictionError(f"The prediction for {where} is impossible: {what}. {_OURS}")
+    return PredictionError(
+        f"The prediction for {where} is impossible: {what}. {_OURS}"
+    )

@@ -13,13 +13,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..layout import Layout, PieceRow, StagedPieces, stage_pieces, staged_pieces
+from ..layout import (
+    Layout,
+    PieceRow,
+    StagedPieces,
+    stage_pieces,
+    staged_pieces,
+)
 from ..layout.choices import MATMULS
 from ..layout.state_bytes import held_bytes
 from ..program import Costs, PieceCost, Sizes, ops
 from .case import Case
 from .hardware import Hardware, lost_beside
-from .matrices import Matrices, MatrixTimes, matrix_bytes, matrix_times, row_matrices
+from .matrices import (
+    Matrices,
+    MatrixTimes,
+    matrix_bytes,
+    matrix_times,
+    row_matrices,
+)
 from .piece_price import KindTimes, PieceTimes
 from .profile import SoftwareProfile
 
@@ -37,7 +49,9 @@ def distance(layout: Layout, part: str) -> int:
     """The distance in ranks between neighbours along a part of the mesh."""
     stride = 1
     for axis in reversed(layout.mesh.axes):
-        for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
+        for name, size in reversed(
+            list(zip(axis.part_names, axis.parts, strict=True))
+        ):
             if part in (name, axis.name):
                 return stride
             stride *= size
@@ -48,10 +62,13 @@ def nearest(layout: Layout, *, experts: bool = False) -> int:
     """The distance between the nearest ranks with copies of a weight."""
     apart = layout.expert_axes if experts else ()
     axes = (
-        axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1 and axis not in apart
+        axis
+        for axis in ("cp", "ep")
+        if layout.mesh.of(axis) > 1 and axis not in apart
     )
     return min(
-        (distance(layout, axis) for axis in axes), default=distance(layout, "dp.shard")
+        (distance(layout, axis) for axis in axes),
+        default=distance(layout, "dp.shard"),
     )
 
 
@@ -100,10 +117,14 @@ class Units:
         if experts:
             n = self.shards / self.layout.copies_sharing
             routed = self._of(experts, 0.0, 0.0, n, self.near[1])
-            found = UnitTimes(*(a + b for a, b in zip(found, routed, strict=True)))
+            found = UnitTimes(
+                *(a + b for a, b in zip(found, routed, strict=True))
+            )
         return found
 
-    def _seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
+    def _seconds(
+        self, op: str, size: float, ranks: float, apart: float
+    ) -> float:
         """Seconds of a collective over copies of a weight.
 
         With `one_port`, the ranks of a group that leaves its server are priced as if
@@ -128,7 +149,11 @@ class Units:
             if self.layout.zero and gathered
             else 0.0
         )
-        load = gathered / part / self.hardware.host if self.weights_on_host else 0.0
+        load = (
+            gathered / part / self.hardware.host
+            if self.weights_on_host
+            else 0.0
+        )
         if not size:
             return UnitTimes(gather, load)
         replicas = 0.0
@@ -146,7 +171,12 @@ class Units:
             else 0.0
         )
         return UnitTimes(
-            gather, load, reduce, replicas, tie, self._update() * numbers / part
+            gather,
+            load,
+            reduce,
+            replicas,
+            tie,
+            self._update() * numbers / part,
         )
 
     def agree_scales(self, others: float, narrow: float) -> float:
@@ -165,7 +195,10 @@ class Units:
         if self.on_host:
             # The gradient goes to the host here. Weights come back in operations of
             # their own.
-            return _TOUCHED / _HOST + self.profile.gradient_bytes / self.hardware.host
+            return (
+                _TOUCHED / _HOST
+                + self.profile.gradient_bytes / self.hardware.host
+            )
         return self.hardware.rates.move(_TOUCHED)
 
 
@@ -214,7 +247,9 @@ class Priced:
     @cached_property
     def pieces(self) -> list[PricedPiece]:
         """The pieces of the program, each with the times of its kind."""
-        times = (part for piece in self.times for part in piece.parts or (piece,))
+        times = (
+            part for piece in self.times for part in piece.parts or (piece,)
+        )
         found = []
         for row, time in zip(self.staged.rows, times, strict=True):
             frozen = time.cost.weights if row.frozen else time.cost.frozen
@@ -248,7 +283,9 @@ class Priced:
         edge, gathered = self.times[1].cost.edge, 0.0
         if profile.scatters_sends and not x.seq and x.tp > 1:
             edge, gathered = edge / x.tp, network("all_gather", edge, x.tp, 1)
-        sent = (network("send", edge, x.pp, distance(x, "pp")) + gathered) * alone
+        sent = (
+            network("send", edge, x.pp, distance(x, "pp")) + gathered
+        ) * alone
         units = Units(x, hardware, profile)
         # Times by the row's kind, the piece's times, and its number of frozen elements.
         alike: dict[tuple[int, int, float], dict[str, float]] = {}
@@ -259,11 +296,15 @@ class Priced:
                 alike[key] = self._of_piece(piece, units, alone, slower)
                 alike[key][ops.RECEIVE] = sent
                 if piece.row.partial:
-                    alike[key][ops.SUM_PARTS] = self._sum_of_parts(piece.row) * alone
+                    alike[key][ops.SUM_PARTS] = (
+                        self._sum_of_parts(piece.row) * alone
+                    )
             pieces |= {(kind, n): time for kind, time in alike[key].items()}
         owned: dict[Matrices, MatrixTimes] = {}
         for n, matrices in (
-            enumerate(map(row_matrices, self.staged.rows)) if profile.muon else ()
+            enumerate(map(row_matrices, self.staged.rows))
+            if profile.muon
+            else ()
         ):
             took = owned.get(matrices) or matrix_times(matrices, x, hardware)
             owned[matrices] = took
@@ -272,7 +313,8 @@ class Priced:
             pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
         # The distance along the nearest of those axes.
         near = min(
-            (distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1), default=1
+            (distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1),
+            default=1,
         )
         for n in self.staged.experts:
             routes = network(
@@ -282,9 +324,13 @@ class Priced:
             # Tokens that arrive at the experts go back: a busy rank sends back more
             # than its own.
             edge = self.pieces[n].times.cost.edge
-            exchanged = network("all_to_all", edge, x.expert_ranks, near) * alone
+            exchanged = (
+                network("all_to_all", edge, x.expert_ranks, near) * alone
+            )
             for to in (n, n + 1):
-                pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = exchanged
+                pieces[ops.EXCHANGE, to] = pieces[
+                    ops.EXCHANGE_GRADIENT, to
+                ] = exchanged
         for n in self.staged.sums_choices:
             pieces[ops.SUM_CHOICES, n] = (
                 self._sum_of_choices(self.staged.rows[n]) * alone
@@ -300,7 +346,9 @@ class Priced:
         pieces[ops.COUNT, -1] = (
             network("all_reduce", _NUMBER, x.copies, nearest(x)) * alone
         )
-        pieces[ops.AGREE, -1] = network("all_reduce", _NUMBER, x.ranks, 1) * alone
+        pieces[ops.AGREE, -1] = (
+            network("all_reduce", _NUMBER, x.ranks, 1) * alone
+        )
         return Costs({}, pieces)
 
     def _sum_of_choices(self, row: PieceRow) -> float:
@@ -328,18 +376,26 @@ class Priced:
     def _sum_of_parts(self, row: PieceRow) -> float:
         """Seconds of adding up partial gradients over the ranks of tp."""
         size = row.summed_numel(self.case.layout) * self.profile.reduce_bytes
-        return self.hardware.network.seconds("all_reduce", size, self.case.layout.tp, 1)
+        return self.hardware.network.seconds(
+            "all_reduce", size, self.case.layout.tp, 1
+        )
 
     def _of_piece(
         self, piece: PricedPiece, units: Units, alone: float, slower: float
     ) -> dict[str, float]:
         x, host = self.case.layout, self.hardware.host
-        t, experts, narrow = piece.times, piece.trained_experts, self._narrow(piece)
+        t, experts, narrow = (
+            piece.times,
+            piece.trained_experts,
+            self._narrow(piece),
+        )
         own = piece.trained - experts
         unit = units.of(own, piece.frozen, experts, narrow)
         part = x.recompute == "selective" and not self._at_an_end(piece.row)
         whole = x.recompute in ("none", "selective")
-        kept = t.cost.selected if part else t.cost.kept if whole else t.cost.input
+        kept = (
+            t.cost.selected if part else t.cost.kept if whole else t.cost.input
+        )
         # seconds of messages beside each operation, every microbatch or once per step
         beside: dict[str, float] = {}
         if self.profile.overlaps_data and not self.hardware.cores:
@@ -356,7 +412,9 @@ class Priced:
                 for kind, time in t.computed.items()
             },
             ops.RECOMPUTE_PART: t.again.total * slower,
-            ops.AGREE_SCALES: units.agree_scales(max(0.0, own - narrow), narrow)
+            ops.AGREE_SCALES: units.agree_scales(
+                max(0.0, own - narrow), narrow
+            )
             * alone,
             ops.GATHER: unit.gather * alone,
             ops.LOAD: unit.load,
@@ -374,10 +432,13 @@ class Priced:
         layout, profile = self.case.layout, self.profile
         held = held_bytes(layout, profile.state)
         comes_and_goes = held.gathered > 0
-        bucket = profile.bucket if layout.zero == 3 and profile.bucket else math.inf
+        bucket = (
+            profile.bucket if layout.zero == 3 and profile.bucket else math.inf
+        )
         # Bytes saved by gathering weights in 8 bits.
         narrow = [
-            (profile.gathered_bytes - 1) * self._narrow(piece) for piece in self.pieces
+            (profile.gathered_bytes - 1) * self._narrow(piece)
+            for piece in self.pieces
         ]
 
         def each(size: Callable[[PieceCost], float]) -> tuple[float, ...]:
@@ -395,12 +456,15 @@ class Priced:
             """
             more = layout.copies_sharing - 1 if layout.zero else 0
             return tuple(
-                size * (p.trained + more * p.trained_experts) for p in self.pieces
+                size * (p.trained + more * p.trained_experts)
+                for p in self.pieces
             )
 
         def gathered(piece: PricedPiece, less: float) -> float:
             weights = held.gathered * piece.times.cost.weights - less
-            return min(weights, held.gathered * bucket) if comes_and_goes else 0.0
+            return (
+                min(weights, held.gathered * bucket) if comes_and_goes else 0.0
+            )
 
         home = sharded(held.weight) if comes_and_goes else whole(held.weight)
         frozen = [held.frozen * piece.frozen for piece in self.pieces]
@@ -414,7 +478,9 @@ class Priced:
             temporary=each(lambda c: c.temporary),
             home=tuple(
                 trained + still - (0.0 if comes_and_goes else less)
-                for trained, still, less in zip(home, frozen, narrow, strict=True)
+                for trained, still, less in zip(
+                    home, frozen, narrow, strict=True
+                )
             ),
             gathered=tuple(map(gathered, self.pieces, narrow)),
             gradient=()
@@ -429,6 +495,7 @@ class Priced:
             selected=each(lambda c: c.selected),
             derived=each(lambda c: c.derived),
             matrices=tuple(
-                matrix_bytes(m, layout, profile.gathered_bytes) for m in matrices
+                matrix_bytes(m, layout, profile.gathered_bytes)
+                for m in matrices
             ),
         )

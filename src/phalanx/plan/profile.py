@@ -39,48 +39,68 @@ NUMBERS = (*FITTED, "slower")  # measured on runs
 class SoftwareProfile:
     """A software profile: three numbers fitted on runs, then facts."""
 
-    speed: float = key(0.845, "share of the best matrix product's rate", minimum=0)
+    speed: float = key(
+        0.845, "share of the best matrix product's rate", minimum=0
+    )
     traffic: float = key(
         1.03, "share of the bytes that unfused operations move", minimum=0
     )
     host: float = key(
-        0.55, "share of the time to start every operation separately", minimum=0
+        0.55,
+        "share of the time to start every operation separately",
+        minimum=0,
     )
     slower: float = key(
         1.0, "factor on the time of computing, from your own runs", minimum=0
     )
     frameworks: tuple[str, ...] = key((), "prefixes of its names in tables")
     attention: str = key("flash-2", "attention kernel", choices=KERNELS)
-    loss: str = key("wide", "how the loss stores logits and gradients", choices=LOSSES)
+    loss: str = key(
+        "wide", "how the loss stores logits and gradients", choices=LOSSES
+    )
     regathers: bool = key(
         False,
         "with `seq`: inputs of column-parallel layers stay sharded, gathered again",
     )
-    repeats: float = key(0.0, "share of products that `selective` recomputes as well")
+    repeats: float = key(
+        0.0, "share of products that `selective` recomputes as well"
+    )
     ends_early: bool = key(
         False,
         "`all` recomputes a block only up to the input of its last product",
     )
     joint: bool = key(
-        False, "one product makes query, key and value, all kept as long as the value"
+        False,
+        "one product makes query, key and value, all kept as long as the value",
     )
     call_host: float = key(
-        0.0, "seconds to start a message; in a pipeline on several servers, per rank"
+        0.0,
+        "seconds to start a message; in a pipeline on several servers, per rank",
     )
-    pipe_host: float = key(0.55, "factor on the start of operations in a pipeline")
-    strain: float = key(0.0, "share of the step that is added if memory is nearly full")
+    pipe_host: float = key(
+        0.55, "factor on the start of operations in a pipeline"
+    )
+    strain: float = key(
+        0.0, "share of the step that is added if memory is nearly full"
+    )
     recompute: str = key("none", "recomputation if a table does not name one")
     fused: bool = key(
-        False, "norms, activations and rotary embedding are compiled or fused kernels"
+        False,
+        "norms, activations and rotary embedding are compiled or fused kernels",
     )
-    overlaps_data: bool = key(True, "data-parallel messages overlap with computing")
+    overlaps_data: bool = key(
+        True, "data-parallel messages overlap with computing"
+    )
     gathers_at_once: bool = key(
-        False, "gathers all weights when a step starts, not each before its use"
+        False,
+        "gathers all weights when a step starts, not each before its use",
     )
     overlaps_tensor: bool = key(
         False, "tensor-parallel messages overlap with their products"
     )
-    overlaps_sends: bool = key(True, "sends between stages overlap with computing")
+    overlaps_sends: bool = key(
+        True, "sends between stages overlap with computing"
+    )
     scatters_sends: bool = key(
         False, "each tensor-parallel rank sends its share to the next stage"
     )
@@ -88,12 +108,15 @@ class SoftwareProfile:
         False, "a data-parallel collective uses one port of a server, not all"
     )
     rolls: bool = key(
-        False, "a stage begins its next step when its own has ended; norms come later"
+        False,
+        "a stage begins its next step when its own has ended; norms come later",
     )
     balanced: bool = key(
         False, "embedding and head count as blocks when stages are divided"
     )
-    muon: bool = key(False, "Muon updates the matrices of blocks, each as a whole")
+    muon: bool = key(
+        False, "Muon updates the matrices of blocks, each as a whole"
+    )
     weight_bytes: float = key(2.0, "bytes per parameter that computing reads")
     gradient_bytes: float = key(4.0, "bytes per gradient element that is kept")
     reduce_bytes: float = key(4.0, "bytes per gradient element in a reduction")
@@ -101,7 +124,9 @@ class SoftwareProfile:
         10.0,
         "bytes moved per gradient element to add it to earlier ones; 0: fused in a product",
     )
-    flat_gradients: bool = key(False, "gradients have a buffer during the whole run")
+    flat_gradients: bool = key(
+        False, "gradients have a buffer during the whole run"
+    )
     optimizer_bytes: float = key(
         12.0, "bytes per parameter: float32 copy and two moments"
     )
@@ -114,17 +139,25 @@ class SoftwareProfile:
         False, "its log shows the memory of a pipeline's first rank"
     )
     logs_gib: bool = key(False, "GB in its log are 2^30 bytes")
-    context: float = key(1.5e9, "bytes outside of tensors: driver, communicators")
-    reserve: float = key(1.04, "bytes that the allocator holds per byte in use")
+    context: float = key(
+        1.5e9, "bytes outside of tensors: driver, communicators"
+    )
+    reserve: float = key(
+        1.04, "bytes that the allocator holds per byte in use"
+    )
     known: bool = key(True, "numbers were fitted on runs of this software")
-    own_runs: int = key(0, "number of runs that `plan calibrate` fitted", minimum=0)
+    own_runs: int = key(
+        0, "number of runs that `plan calibrate` fitted", minimum=0
+    )
     own_below: float = key(
         0.0, "log of the range's width below a prediction", minimum=0
     )
     own_above: float = key(
         0.0, "log of the range's width above a prediction", minimum=0
     )
-    own_causes: tuple[str, ...] = key((), "causes of uncertainty in those runs")
+    own_causes: tuple[str, ...] = key(
+        (), "causes of uncertainty in those runs"
+    )
     own_amounts: tuple[float, ...] = key((), "largest strength of each cause")
     source: str = ""
     name: str = ""
@@ -153,7 +186,9 @@ class SoftwareProfile:
     def with_moments(self, count: int) -> SoftwareProfile:
         """The profile with an optimizer that keeps `count` moments, not Adam's two."""
         width = max(MASTER, self.weight_bytes)
-        return replace(self, optimizer_bytes=self.optimizer_bytes - (2 - count) * width)
+        return replace(
+            self, optimizer_bytes=self.optimizer_bytes - (2 - count) * width
+        )
 
     @property
     def fused_attention(self) -> bool:
@@ -205,7 +240,9 @@ def profile_named(framework: str) -> SoftwareProfile:
     )
     fused = re.search(_NAMED_FUSED, framework, re.IGNORECASE) is not None
     return replace(
-        found, attention=next(kernels, found.attention), fused=found.fused or fused
+        found,
+        attention=next(kernels, found.attention),
+        fused=found.fused or fused,
     )
 
 
@@ -214,8 +251,12 @@ def _profile_named(framework: str) -> SoftwareProfile:
 
     `default` if none is known.
     """
-    names = {name: each for each in profiles().values() for name in each.frameworks}
+    names = {
+        name: each for each in profiles().values() for name in each.frameworks
+    }
     places = {name: framework.lower().find(name.lower()) for name in names}
     fits = [name for name, place in places.items() if place >= 0]
-    best = max(fits, key=lambda name: (places[name] == 0, len(name)), default="")
+    best = max(
+        fits, key=lambda name: (places[name] == 0, len(name)), default=""
+    )
     return names.get(best, profiles()["default"])

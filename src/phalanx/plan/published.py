@@ -36,7 +36,9 @@ class PublishedRun(CostedRun):
         row = self.row
         if row.step <= 0 or row.ranks > MOST.get(row.family, row.ranks):
             return False
-        return row.memory < FULL * self.hardware.memory or row.family not in MOST
+        return (
+            row.memory < FULL * self.hardware.memory or row.family not in MOST
+        )
 
 
 def logged(choice: Choice, profile: SoftwareProfile) -> float:

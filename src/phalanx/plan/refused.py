@@ -23,7 +23,9 @@ _PARTS = {
     "pipe": "sends between stages", "bubble": "the bubble", "update": "the update",
 }  # fmt: skip
 _MISSES, _EMPTIER = 4, 0.8
-_LONG = 20_000  # operations; a larger program is not simulated, its bound suffices
+_LONG = (
+    20_000  # operations; a larger program is not simulated, its bound suffices
+)
 Mask = NDArray[np.bool_]
 
 
@@ -65,7 +67,9 @@ def refusals(
         return i
 
     lost = [
-        f for f in _families(screened) if f[1].any() and not any(f[1][i] for i in best)
+        f
+        for f in _families(screened)
+        if f[1].any() and not any(f[1][i] for i in best)
     ]
     for family, mask in lost:
         limit = screened.spent + budget // len(lost)
@@ -87,7 +91,10 @@ def refusals(
             rows = np.flatnonzero(mask)
             i = int(rows[np.argmin(screened.bytes[rows])])
             if best and screened.simulate(i).parts:
-                least[i], able = screened.choices[i].step, np.flatnonzero(mask & fits)
+                least[i], able = (
+                    screened.choices[i].step,
+                    np.flatnonzero(mask & fits),
+                )
         if len(able):
             nearest = float(least[lowest(np.flatnonzero(mask & fits))])
             found.append(_slower(family, screened, i, nearest, best[0]))
@@ -129,7 +136,10 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
     yield "HSDP", c["hsdp"] > 0
     for name in ("tp", "pp", "cp", "ep"):
         for each in np.unique(c[name]):
-            yield f"{name}{each}" if each > 1 else f"without {name}", c[name] == each
+            yield (
+                f"{name}{each}" if each > 1 else f"without {name}",
+                c[name] == each,
+            )
     yield "Ulysses", c["ulysses"] > 1
     for mode in screened.space.recomputes:
         yield f"recompute:{mode}", c["recompute"] == mode
@@ -158,10 +168,16 @@ def _slower(
     parts = simulated.parts if simulated else _least(screened, i)
     sure = simulated is not None and bool(parts) and simulated.step <= least
     by = least / best.step
-    slower = f"{by:.2f} times the time" if by >= 2 else f"{100 * (by - 1):.1f} % slower"
+    slower = (
+        f"{by:.2f} times the time"
+        if by >= 2
+        else f"{100 * (by - 1):.1f} % slower"
+    )
     slower = "as fast" if by < 1.0005 else slower
     reason = f"{'its best is' if sure else 'at least'} {slower}"
-    more = {name: took - best.parts[name] for name, took in parts.items()} or {"": 0.0}
+    more = {name: took - best.parts[name] for name, took in parts.items()} or {
+        "": 0.0
+    }
     part = max(more, key=more.__getitem__)
     if more[part] > 0:
         reason += f": {1e3 * more[part]:,.0f} ms more for {_PARTS[part]}"
@@ -181,7 +197,9 @@ def _least(screened: Screened, i: int) -> dict[str, float]:
         times += [t.again] * (
             layout.recompute != "none" and 0 < piece.row.piece <= shape.layers
         )
-        each.append((sum(x.total for x in times), sum(x.messages for x in times)))
+        each.append(
+            (sum(x.total for x in times), sum(x.messages for x in times))
+        )
     stages = stage_pieces(layout, shape)
     ranks = [
         [each[piece] for stage in held for piece in stages[stage]]
@@ -201,10 +219,10 @@ def _large(family: str, screened: Screened, i: int, room: float) -> Refusal:
     memory = screened.simulate(i).memory
     if sum(memory.values()) > room:
         kinds = sorted(MEMORY, key=lambda kind: -memory[kind])[:3]
-        parts = ", ".join(f"{kind} {bytes_text(memory[kind])}" for kind in kinds)
-        reason = (
-            f"needs {bytes_text(sum(memory.values()))} of {bytes_text(room)}: {parts}"
+        parts = ", ".join(
+            f"{kind} {bytes_text(memory[kind])}" for kind in kinds
         )
+        reason = f"needs {bytes_text(sum(memory.values()))} of {bytes_text(room)}: {parts}"
     return Refusal(family, "memory", reason, str(screened.layout(i)))
 
 
@@ -221,7 +239,9 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
                     f"tp{each} or more", "pruned", f"{why} fastest links join"
                 )
                 break
-            rest = f"dp{ranks // each}" if name != "dp" and each < ranks else ""
+            rest = (
+                f"dp{ranks // each}" if name != "dp" and each < ranks else ""
+            )
             try:
                 layout = Layout.parse(f"{rest} {name}{each}")
             except LayoutError:
@@ -235,8 +255,14 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
             own = [r for r in broken if r.rule in rules and r.rule not in seen]
             if own:
                 seen.add(own[0].rule)
-                yield Refusal(f"{name}{each}", "illegal", str(own[0].what), str(layout))
+                yield Refusal(
+                    f"{name}{each}", "illegal", str(own[0].what), str(layout)
+                )
 
 
 # The rules that an axis can break.
-_RULES = {"dp": ("batch",), "tp": ("heads", "kv", "ffn", "width"), "pp": ("stages",)}
+_RULES = {
+    "dp": ("batch",),
+    "tp": ("heads", "kv", "ffn", "width"),
+    "pp": ("stages",),
+}

@@ -43,13 +43,17 @@ class Routing:
                 f"routing {text[:60]!r}: {shape.name} has no experts. Leave it out."
             )
         if law := _ZIPF.fullmatch(text):
-            layers = [[n ** -float(law[1]) for n in range(1, 1 + shape.experts)]]
+            layers = [
+                [n ** -float(law[1]) for n in range(1, 1 + shape.experts)]
+            ]
         elif text.endswith(".json"):
             layers = _counts(text, shape)
         else:
             raise LayoutError(f"routing {text[:60]!r}: write {_WAYS}.")
         sums = map(math.fsum, layers)
-        parts = (tuple(n / s for n in x) for x, s in zip(layers, sums, strict=True))
+        parts = (
+            tuple(n / s for n in x) for x, s in zip(layers, sums, strict=True)
+        )
         return cls(text, tuple(parts))
 
     def busiest(self, ep: int) -> float:
@@ -63,7 +67,8 @@ class Routing:
         for loads in self.layers:
             each = -(-len(loads) // ep)
             most += max(
-                math.fsum(loads[n : n + each]) for n in range(0, len(loads), each)
+                math.fsum(loads[n : n + each])
+                for n in range(0, len(loads), each)
             )
         return ep * most / len(self.layers)
 
@@ -77,7 +82,9 @@ def _counts(file: str, shape: Shape) -> list[list[float]]:
         if (
             not isinstance(counts, list)
             or len(counts) != shape.experts
-            or not all(type(n) in (int, float) and 0 <= n < 1e300 for n in counts)
+            or not all(
+                type(n) in (int, float) and 0 <= n < 1e300 for n in counts
+            )
             or not any(counts)
         ):
             raise LayoutError(

@@ -79,7 +79,9 @@ def held_out(
     seen = spread_over(counted, count) if count else []
     seen = [run for run in seen if not why_not(run, start)]
     like = calibrated(start, seen)
-    after = {own: like(run) for own, run in {kind(run): run for run in runs}.items()}
+    after = {
+        own: like(run) for own, run in {kind(run): run for run in runs}.items()
+    }
     return HeldOut(start, after, tuple(run.row for run in seen))
 
 
@@ -94,8 +96,12 @@ class ScoredRow:
     memory: float  # of the fullest rank
     least: float  # the same, if its allocator wastes nothing
     reported: float  # of the rank whose memory the software logs
-    parts: Mapping[str, float]  # of the step; with the family held out, if it was
-    held: float = 0.0  # the step with the family held out of the fit; 0: it was not
+    parts: Mapping[
+        str, float
+    ]  # of the step; with the family held out, if it was
+    held: float = (
+        0.0  # the step with the family held out of the fit; 0: it was not
+    )
     # the step after some other rows of the family; 0: it is one of them
     after: float = 0.0
 
@@ -191,7 +197,9 @@ class FamilyScore:
             "groups": self.groups,
             **{f"regret_top{k}": regret.get(k) for k in (1, 3, 5)},
             "misses": self.misses if self.regret else None,
-            "rule_regrets": dict(self.rule_regrets) if self.rule_regrets else None,
+            "rule_regrets": dict(self.rule_regrets)
+            if self.rule_regrets
+            else None,
             "memory_error": self.memory_error,
             **{
                 f"oom_{n}": oom.get(n)
@@ -209,7 +217,14 @@ def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
     least, _ = own.range(row.profile)
     reported = logged(own, row.profile)
     scored = ScoredRow(
-        row, case, run.hardware, own.step, own.bytes, least, reported, own.parts
+        row,
+        case,
+        run.hardware,
+        own.step,
+        own.bytes,
+        least,
+        reported,
+        own.parts,
     )
     if not held or not row.step:
         return scored
@@ -247,7 +262,9 @@ def score(
         left[rows[i].family][why] += 1
     # Runs of one program are neighbours: it is built once.
     order = []
-    for n in sorted(range(len(published)), key=lambda n: _program(published[n])):
+    for n in sorted(
+        range(len(published)), key=lambda n: _program(published[n])
+    ):
         row = published[n].row
         most = most_ranks or MOST.get(row.family, row.ranks)
         if row.ranks > most:
@@ -276,7 +293,15 @@ def score(
 
 def _program(run: PublishedRun) -> Any:
     x, layers = run.run.case.layout, run.run.case.shape.layers
-    return x.pp, layers, x.schedule, x.chunks, x.microbatches, str(x.stages), x.zero
+    return (
+        x.pp,
+        layers,
+        x.schedule,
+        x.chunks,
+        x.microbatches,
+        str(x.stages),
+        x.zero,
+    )
 
 
 def _score(
@@ -296,7 +321,9 @@ def _score(
         after_five=StepErrors.of(
             np.array([x.after / x.row.step for x in timed if x.after])
         ),
-        scaled=StepErrors.of(ratios / np.median(ratios)) if len(ratios) else None,
+        scaled=StepErrors.of(ratios / np.median(ratios))
+        if len(ratios)
+        else None,
         tau=_tau(timed, _noise(family, timed)),
         groups=count,
         regret=regret,
@@ -312,8 +339,12 @@ def _score(
 def _noise(family: str, timed: Sequence[ScoredRow]) -> float:
     alike: dict[Any, list[float]] = defaultdict(list)
     for x in timed:
-        alike[x.case, x.row.device, x.row.profile.name].append(math.log(x.row.step))
-    apart = [abs(a - b) for same in alike.values() for a, b in combinations(same, 2)]
+        alike[x.case, x.row.device, x.row.profile.name].append(
+            math.log(x.row.step)
+        )
+    apart = [
+        abs(a - b) for same in alike.values() for a, b in combinations(same, 2)
+    ]
     usual = NOISE.get(family, _USUAL_NOISE)
     return float(np.quantile(apart, 0.9)) if len(apart) >= _REPEATS else usual
 
@@ -357,7 +388,9 @@ def _regrets(
     mine: dict[int, list[float]] = {1: [], 3: [], 5: []}
     rules: dict[str, list[float]] = defaultdict(list)
     misses = count = 0
-    for group in _by_group([x for x in runs if x.row.step > 0 or x.row.out_of_memory]):
+    for group in _by_group(
+        [x for x in runs if x.row.step > 0 or x.row.out_of_memory]
+    ):
         ran = [x.per_token for x in group if x.row.step > 0]
         if len(ran) < 3:
             continue
@@ -367,18 +400,27 @@ def _regrets(
         def lost(x: ScoredRow, best: float = best) -> float:
             return x.per_token / best - 1 if x.row.step > 0 else _MISS
 
-        order = sorted(group, key=lambda x: (not x.picked, x.predicted_per_token))
+        order = sorted(
+            group, key=lambda x: (not x.picked, x.predicted_per_token)
+        )
         misses += order[0].row.step <= 0
         among = [x for x in order if x.row.step > 0]
         for k, losses in mine.items():
             losses.append(min(lost(x) for x in among[:k]))
         for name in _by_rules(group[0]):
-            rules[name].append(lost(min(group, key=lambda x: _by_rules(x)[name])))
+            rules[name].append(
+                lost(min(group, key=lambda x: _by_rules(x)[name]))
+            )
         rules["random"].append(float(np.mean([lost(x) for x in group])))
     if not count:
         return None, 0, None, 0
     mean = {k: float(np.mean(v)) for k, v in mine.items()}
-    return mean, misses, {k: float(np.mean(v)) for k, v in rules.items()}, count
+    return (
+        mean,
+        misses,
+        {k: float(np.mean(v)) for k, v in rules.items()},
+        count,
+    )
 
 
 def _by_rules(scored: ScoredRow) -> dict[str, Any]:
@@ -417,7 +459,9 @@ def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
     # that ran once and failed elsewhere failed for another reason.
     ran = {x.case for x in runs if x.row.step > 0}
     runs = [
-        x for x in runs if x.row.step > 0 or (x.row.out_of_memory and x.case not in ran)
+        x
+        for x in runs
+        if x.row.step > 0 or (x.row.out_of_memory and x.case not in ran)
     ]
     if not runs:
         return None

@@ -28,7 +28,13 @@ from .step import Choice, Pricer, Request
 _OPS = 2_000_000  # operations simulated in total
 # operations simulated before smaller candidates are tried, if too few fit
 _MISSES = 300_000
-_ROOMS = (1.0, 0.85, 0.7, 0.55, 0.4)  # shares of the memory that bounds may fill
+_ROOMS = (
+    1.0,
+    0.85,
+    0.7,
+    0.55,
+    0.4,
+)  # shares of the memory that bounds may fill
 _MORE = 80_000  # operations simulated to measure by how much families lost
 _EMPTIEST = 60  # smallest candidates, tried if the fast ones do not fit
 # a candidate that cannot be faster than this share of a known step is not simulated
@@ -124,10 +130,18 @@ class Screened:
         }
         pricer.cost(cuts)
         self.least = LeastTimes(space, pricer)
-        self.found: list[Bounds] = [bounds(x, self.least) for x in space.options]
-        self.starts = np.cumsum([0, *(np.prod(x.sizes) for x in space.options)])
-        self.step = np.concatenate([found.step.ravel() for found in self.found])
-        self.bytes = np.concatenate([found.bytes.ravel() for found in self.found])
+        self.found: list[Bounds] = [
+            bounds(x, self.least) for x in space.options
+        ]
+        self.starts = np.cumsum(
+            [0, *(np.prod(x.sizes) for x in space.options)]
+        )
+        self.step = np.concatenate(
+            [found.step.ravel() for found in self.found]
+        )
+        self.bytes = np.concatenate(
+            [found.bytes.ravel() for found in self.found]
+        )
         self.choices: dict[int, Choice] = {}
         self.followed: dict[int, float] = {}
         self.spent = 0
@@ -141,7 +155,9 @@ class Screened:
         """The options of a candidate with their index, and its choice of each."""
         o = int(np.searchsorted(self.starts, i, side="right")) - 1
         x = self.space.options[o]
-        z, c, p, q = (int(n) for n in np.unravel_index(i - self.starts[o], x.sizes))
+        z, c, p, q = (
+            int(n) for n in np.unravel_index(i - self.starts[o], x.sizes)
+        )
         return o, x, (z, c, p, q)
 
     def layout(self, i: int) -> Layout:
@@ -165,7 +181,9 @@ class Screened:
         """A mask of candidates whose pieces are costed."""
         each, known, cut = [], self.pricer.pieces, self.space.cut
         for x in self.space.options:
-            split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
+            split = [
+                traits(pipe.schedule).splits_backward for pipe in x.pipelines
+            ]
             flags = [
                 [cut(x.grid, inner, split=s) in known for inner in x.inners]
                 for s in split
@@ -195,7 +213,9 @@ class Screened:
         found = bounds(options, self.least, self.found[number])
         self.found[number] = found
         begin, end = self.starts[number : number + 2]
-        self.step[begin:end] = np.maximum(self.step[begin:end], found.step.ravel())
+        self.step[begin:end] = np.maximum(
+            self.step[begin:end], found.step.ravel()
+        )
         self.bytes[begin:end] = found.bytes.ravel()
         return True
 
@@ -240,7 +260,11 @@ class Screened:
         return sorted(ideas.values(), key=lambda j: self.choices[j].step)[:top]
 
     def _walk(
-        self, ideas: dict[tuple[object, ...], int], top: int, room: float, least: float
+        self,
+        ideas: dict[tuple[object, ...], int],
+        top: int,
+        room: float,
+        least: float,
     ) -> bool:
         """Simulate candidates with a bound of memory up to `least`, by bounds of time.
 
@@ -260,7 +284,9 @@ class Screened:
             if not self._next_is(i, queue, looked_at):
                 continue
             idea = self.idea(i)
-            known = self.choices[ideas[idea]].step if idea in ideas else math.inf
+            known = (
+                self.choices[ideas[idea]].step if idea in ideas else math.inf
+            )
             if _ALIKE * known <= self.step[i]:
                 continue
             found = self.simulate(i)
@@ -288,7 +314,12 @@ class Screened:
     def techniques(self, i: int) -> int:
         """The number of techniques that a candidate combines."""
         _, x, (z, c, p, q) = self.at(i)
-        grid, zero, pipe, inner = x.grid, x.zeros[z], x.pipelines[p], x.inners[q]
+        grid, zero, pipe, inner = (
+            x.grid,
+            x.zeros[z],
+            x.pipelines[p],
+            x.inners[q],
+        )
         sizes = (grid.dp, grid.pp, grid.ring, grid.ulysses, grid.tp, grid.ep)
         used = (
             *(size > 1 for size in sizes),
@@ -316,7 +347,11 @@ class Screened:
         first = min(near, key=rank)
         queue, looked_at = Queue(self.step, self.bytes, room), set[int]()
         most = self.spent + _SIMPLER
-        while (i := queue.next()) >= 0 and self.step[i] <= limit and self.spent < most:
+        while (
+            (i := queue.next()) >= 0
+            and self.step[i] <= limit
+            and self.spent < most
+        ):
             least = self.techniques(i), float(self.step[i])
             if least >= rank(first) or not self._next_is(i, queue, looked_at):
                 continue
@@ -329,7 +364,9 @@ class Screened:
         request = self.space.request
         terms = {"batch": request.batch, "sequence": request.sequence}
         layout = self.layout(i)
-        return not legal(layout, request.shape, **terms) and request.says(layout)
+        return not legal(layout, request.shape, **terms) and request.says(
+            layout
+        )
 
     def emptiest(self, room: float) -> list[int]:
         """A candidate that fits, among those with the lowest bounds of memory."""
@@ -349,7 +386,9 @@ def search(request: Request, *, top: int = 10) -> Plan:
     space = replace(space, seq_only=_seq_only(space, pricer))
     # Only if nothing fits: keep the inputs of fewer blocks, then offload the optimizer.
     fewer = replace(space, recomputes=("every=2", "every=4", "every=8"))
-    away = replace(space, recomputes=("all", "every=4"), offload=("optimizer",))
+    away = replace(
+        space, recomputes=("all", "every=4"), offload=("optimizer",)
+    )
     for each in (space, fewer, away):
         screened = Screened(each, pricer)
         fits = screened.bytes <= room
@@ -366,7 +405,9 @@ def search(request: Request, *, top: int = 10) -> Plan:
             break
     for i in best:
         refuse_too_long(
-            screened.choices[i].case, request.hardware, screened.choices[i].parts
+            screened.choices[i].case,
+            request.hardware,
+            screened.choices[i].parts,
         )
     fastest, shown = None, list[int]()
     if best:
@@ -400,9 +441,12 @@ def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
     for tp in {x.grid.tp for x in space.options} - {1}:
         grid = Grid(1, 1, 1, 1, tp, 1, ORDERS[0])
         cuts = (
-            space.cut(grid, Inner(seq, "none"), split=False) for seq in (False, True)
+            space.cut(grid, Inner(seq, "none"), split=False)
+            for seq in (False, True)
         )
-        plain, seq = (pricer.times(cut, space.least, False).blocks for cut in cuts)
+        plain, seq = (
+            pricer.times(cut, space.least, False).blocks for cut in cuts
+        )
         each = zip(plain, seq, strict=True)
         if all(
             a.forward.total + a.backward >= b.forward.total + b.backward
@@ -415,9 +459,12 @@ def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
 def judge(request: Request, layouts: Sequence[Layout]) -> tuple[Choice, ...]:
     """Simulate given layouts as a search does; they may have custom schedules."""
     pricers = {
-        x.precision: Pricer(replace(request, precision=x.precision)) for x in layouts
+        x.precision: Pricer(replace(request, precision=x.precision))
+        for x in layouts
     }
-    found = tuple(pricers[layout.precision].choose(layout) for layout in layouts)
+    found = tuple(
+        pricers[layout.precision].choose(layout) for layout in layouts
+    )
     for each in found:
         refuse_too_long(each.case, request.hardware, each.parts)
     return found
@@ -444,7 +491,11 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
     try:
         own = [
             recipe(
-                r.shape, ranks, **terms, memory=r.hardware.memory, precision=r.precision
+                r.shape,
+                ranks,
+                **terms,
+                memory=r.hardware.memory,
+                precision=r.precision,
             )
         ]
     except LayoutError:
@@ -454,13 +505,19 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
         """The first layout that fits, or else the one that needs the least memory."""
         least: Choice | None = None
         for each in meshes:
-            layouts = [x for x in each if r.takes(x) and not legal(x, r.shape, **terms)]
+            layouts = [
+                x
+                for x in each
+                if r.takes(x) and not legal(x, r.shape, **terms)
+            ]
             # The smallest microbatch needs about the least memory: if it is far too
             # large, all are.
             smallest = [pricer.choose(x, r.room) for x in layouts[-1:]]
             near = any(choice.bytes <= _NEARLY * r.room for choice in smallest)
             for choice in (
-                (pricer.choose(x, r.room) for x in layouts) if near else smallest
+                (pricer.choose(x, r.room) for x in layouts)
+                if near
+                else smallest
             ):
                 if choice.bytes <= r.room:
                     return choice
@@ -470,7 +527,9 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
         return least and pricer.choose(least.layout)
 
     rules = {
-        "data parallel with recomputation": [_layouts(r, "recompute:all", dp=ranks)],
+        "data parallel with recomputation": [
+            _layouts(r, "recompute:all", dp=ranks)
+        ],
         "smallest tp x pp that fits, biggest microbatch": _smallest(r),
         "the recipe of `train --layout auto`": [own],
     }
@@ -484,14 +543,19 @@ def _baseline(rule: str, choice: Choice | None, room: float) -> Baseline:
         return Baseline(rule, None, False, "no legal layout")
     if choice.step > LONGEST_STEP:
         return Baseline(
-            rule, None, False, f"one step of {choice.layout} takes more than a day"
+            rule,
+            None,
+            False,
+            f"one step of {choice.layout} takes more than a day",
         )
     return Baseline(rule, choice, choice.bytes <= room)
 
 
 def _layouts(request: Request, words: str, **sizes: int) -> Iterator[Layout]:
     """Layouts of a mesh, the largest microbatch first."""
-    axes = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    axes = " ".join(
+        f"{name}{size}" for name, size in sizes.items() if size > 1
+    )
     layout = Layout.parse(f"{axes} {words} {request.precision}")
     for count in divisors(request.batch // sizes["dp"]):
         yield replace(layout, microbatches=count)
@@ -507,13 +571,17 @@ def _smallest(request: Request) -> Iterator[Iterator[Layout]]:
     )
     for model in divisors(ranks):
         dp = ranks // model
-        held = held_bytes(Layout(Mesh((Axis("dp", (1, dp)),)), zero=1), profile.state)
+        held = held_bytes(
+            Layout(Mesh((Axis("dp", (1, dp)),)), zero=1), profile.state
+        )
         states = held.weight + held.gradient + held.optimizer
         # If the permanent state does not fit, no microbatch is small enough.
         least_held = states * shape.trained + held.frozen * (
             shape.total - shape.trained
         )
-        if request.batch < dp or (model < ranks and least_held / model > request.room):
+        if request.batch < dp or (
+            model < ranks and least_held / model > request.room
+        ):
             continue
         for tp in (d for d in reversed(divisors(model)) if d <= node):
             seq = tp > 1 and "seq" not in request.without

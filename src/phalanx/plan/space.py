@@ -24,7 +24,15 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ..layout import Axis, Layout, Mesh, Shape, legal, piece_layout, stage_pieces
+from ..layout import (
+    Axis,
+    Layout,
+    Mesh,
+    Shape,
+    legal,
+    piece_layout,
+    stage_pieces,
+)
 from ..layout.choices import (
     ACCUM,
     CHUNKS,
@@ -42,7 +50,10 @@ from .step import Request
 
 # Axes from the outermost to the innermost, whose ranks are nearest.
 ORDERS = ("dp pp cp ep tp", "pp dp cp ep tp")
-_SHARDS = (8, 64)  # sizes of HSDP groups, besides those that fill a network level
+_SHARDS = (
+    8,
+    64,
+)  # sizes of HSDP groups, besides those that fill a network level
 _PART = 2048  # tokens of a part of a sequence that are worth a message
 _CHUNKS = 16  # the most chunks per stage that are tried
 _NEVER = (GPIPE, ZB_H2)  # one holds more than 1F1B, the other twice as much
@@ -102,7 +113,9 @@ class Grid(NamedTuple):
             "tp": (self.tp,),
             "ep": (self.ep,),
         }
-        names = (name for name in self.order.split() if name != "ep" or self.ep > 1)
+        names = (
+            name for name in self.order.split() if name != "ep" or self.ep > 1
+        )
         return Mesh(tuple(Axis(name, parts[name]) for name in names))
 
     def apart(self, name: str) -> int:
@@ -130,7 +143,12 @@ class Options:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        return len(self.zeros), len(self.counts), len(self.pipelines), len(self.inners)
+        return (
+            len(self.zeros),
+            len(self.counts),
+            len(self.pipelines),
+            len(self.inners),
+        )
 
 
 @dataclass(frozen=True)
@@ -157,7 +175,9 @@ class Space:
 
     def _legal(self, tp: int) -> bool:
         layout = Layout(Mesh((Axis("tp", (tp,)),)))
-        return self.request.takes(layout) and not legal(layout, self.request.shape)
+        return self.request.takes(layout) and not legal(
+            layout, self.request.shape
+        )
 
     @property
     def least(self) -> float:
@@ -217,7 +237,9 @@ class Space:
                     break
                 for cp in divisors(ranks // tp // pp):
                     data = ranks // (tp * pp * cp)
-                    if data > r.batch or (cp > 1 and not self._parts(data * cp, cp)):
+                    if data > r.batch or (
+                        cp > 1 and not self._parts(data * cp, cp)
+                    ):
                         continue
                     shared = (
                         d
@@ -228,11 +250,21 @@ class Space:
                         _ulysses(cp, s.heads // tp, self.near // tp), shared
                     ):
                         ways = {"ring": cp // ulysses, "ulysses": ulysses}
-                        if any(ways[way] > 1 for way in r.without & ways.keys()):
+                        if any(
+                            ways[way] > 1 for way in r.without & ways.keys()
+                        ):
                             continue
-                        for order in ORDERS[: 2 if pp > 1 and data > ep else 1]:
+                        for order in ORDERS[
+                            : 2 if pp > 1 and data > ep else 1
+                        ]:
                             yield Grid(
-                                data // ep, pp, cp // ulysses, ulysses, tp, ep, order
+                                data // ep,
+                                pp,
+                                cp // ulysses,
+                                ulysses,
+                                tp,
+                                ep,
+                                order,
                             )
 
     def _parts(self, copies: int, cp: int) -> bool:
@@ -259,7 +291,10 @@ class Space:
             count = min(-(-most // rows), r.batch // grid.data)
             if found and 2 * count < grid.pp:
                 return
-            if self.rows(grid, count) * one <= r.hardware.memory and count not in found:
+            if (
+                self.rows(grid, count) * one <= r.hardware.memory
+                and count not in found
+            ):
                 found.add(count)
                 yield count
 
@@ -269,7 +304,9 @@ class Space:
             return
         network = self.request.hardware.network
         levels = (
-            [h.inside for h in network.hops] if isinstance(network, Network) else []
+            [h.inside for h in network.hops]
+            if isinstance(network, Network)
+            else []
         )
         apart = grid.apart("dp")
         ends = {
@@ -300,12 +337,18 @@ class Space:
         matmuls = ("", self.request.matmul) if self.request.matmul else ("",)
         # Whole experts divided evenly over ranks, or a part of each expert on all ranks
         # of tp.
-        even = grid.tp > 1 and self.request.shape.experts % (grid.ep * grid.tp) == 0
+        even = (
+            grid.tp > 1
+            and self.request.shape.experts % (grid.ep * grid.tp) == 0
+        )
         shared = [(), ("tp",)] if even and self.request.shape.experts else [()]
         every = (
-            Inner(*each) for each in product(seqs, self.recomputes, matmuls, shared)
+            Inner(*each)
+            for each in product(seqs, self.recomputes, matmuls, shared)
         )
-        return tuple(inner for inner in every if inner.seq or not inner.experts)
+        return tuple(
+            inner for inner in every if inner.seq or not inner.experts
+        )
 
 
 def divisors(n: int) -> list[int]:
@@ -316,7 +359,14 @@ def divisors(n: int) -> list[int]:
 def _ulysses(cp: int, heads: int, near: int) -> list[int]:
     """No Ulysses, or as much as heads and fastest links allow; a ring covers the rest."""
     return sorted(
-        {1, max(u for u in divisors(cp) if u == 1 or (heads % u == 0 and u <= near))}
+        {
+            1,
+            max(
+                u
+                for u in divisors(cp)
+                if u == 1 or (heads % u == 0 and u <= near)
+            ),
+        }
     )
 
 
@@ -331,7 +381,9 @@ def _cut(
     precision: str,
     graph: str,
 ) -> Layout:
-    mesh = Mesh((Axis("cp", (ring, ulysses)), Axis("ep", (ep,)), Axis("tp", (tp,))))
+    mesh = Mesh(
+        (Axis("cp", (ring, ulysses)), Axis("ep", (ep,)), Axis("tp", (tp,)))
+    )
     return piece_layout(
         Layout(
             mesh,
@@ -350,14 +402,20 @@ def _cut(
 
 
 @lru_cache(maxsize=512)
-def pipelines(shape: Shape, pp: int, routed: bool = False) -> tuple[Pipeline, ...]:
+def pipelines(
+    shape: Shape, pp: int, routed: bool = False
+) -> tuple[Pipeline, ...]:
     """Schedules with their chunks, and blocks either balanced by cost or spread evenly.
 
     With `routed` tokens, each with and without overlapping microbatches.
     """
     found = []
-    for schedule, chunks in _schedules(shape.layers, pp) if pp > 1 else [(ACCUM, 1)]:
-        first = traits(schedule).forward_first  # such a schedule always overlaps
+    for schedule, chunks in (
+        _schedules(shape.layers, pp) if pp > 1 else [(ACCUM, 1)]
+    ):
+        first = traits(
+            schedule
+        ).forward_first  # such a schedule always overlaps
         plain = Layout(
             mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks
         )
@@ -365,7 +423,10 @@ def pipelines(shape: Shape, pp: int, routed: bool = False) -> tuple[Pipeline, ..
         blocks = [(), *([even] if even != blocks_of(plain, shape) else [])]
         if routed or not first:
             for overlap in (False, True) if routed and not first else (False,):
-                found += [Pipeline(schedule, chunks, each, overlap) for each in blocks]
+                found += [
+                    Pipeline(schedule, chunks, each, overlap)
+                    for each in blocks
+                ]
     return tuple(found)
 
 
@@ -382,7 +443,10 @@ def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
         for chunks in range(
             schedule.least, min(schedule.most, _CHUNKS, layers // pp) + 1
         ):
-            whole = layers % (pp * chunks) == 0 or (layers + 2) % (pp * chunks) == 0
+            whole = (
+                layers % (pp * chunks) == 0
+                or (layers + 2) % (pp * chunks) == 0
+            )
             if schedule.most < CHUNKS or whole or chunks & (chunks - 1) == 0:
                 yield name, chunks
 
@@ -403,7 +467,9 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(least + (begin <= i < begin + more) for i in range(stages))
 
 
-def ranks_of(stages: int, pp: int, schedule: str) -> tuple[tuple[int, ...], ...]:
+def ranks_of(
+    stages: int, pp: int, schedule: str
+) -> tuple[tuple[int, ...], ...]:
     """The virtual stages of each rank of a pipeline."""
     if traits(schedule).v_shape:
         return tuple((r, stages - 1 - r) for r in range(pp))

@@ -60,7 +60,10 @@ def interval(saving: float, between: float) -> float:
     if saving >= 2 * between:
         return between
     x = saving / (2 * between)
-    return math.sqrt(2 * saving * between) * (1 + math.sqrt(x) / 3 + x / 9) - saving
+    return (
+        math.sqrt(2 * saving * between) * (1 + math.sqrt(x) / 3 + x / 9)
+        - saving
+    )
 
 
 def spending(

@@ -49,9 +49,7 @@ from .profile import SoftwareProfile
 from .routing import Routing
 
 # Kinds of memory and parts of a step, in printed order.
-_MEMORY = (
-    "weights gradients optimizer activations inputs gathered messages temporary other"
-)
+_MEMORY = "weights gradients optimizer activations inputs gathered messages temporary other"
 MEMORY = tuple(_MEMORY.split())
 # kinds that are allocated and freed in every step
 _COMES = ("activations", "inputs", "gathered", "messages", "temporary")
@@ -105,7 +103,9 @@ class Request:
         """True if the model supports every way in which the layout divides it."""
         used = {"seq": layout.seq and layout.tp > 1}
         used |= {way: layout.mesh.of(way) > 1 for way in ("tp", "pp", "ep")}
-        used |= {way: layout.mesh.of(f"cp.{way}") > 1 for way in ("ring", "ulysses")}
+        used |= {
+            way: layout.mesh.of(f"cp.{way}") > 1 for way in ("ring", "ulysses")
+        }
         return not any(used[way] for way in self.without)
 
     def says(self, layout: Layout) -> bool:
@@ -129,7 +129,9 @@ class Request:
         return self.model or self.shape.name
 
 
-def case_of(shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0) -> Case:
+def case_of(
+    shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0
+) -> Case:
     """The case of a layout in our engine: the rank with the most rows counts."""
     rows = -(-(batch or shape.batch) // layout.data) / layout.microbatches
     return Case(shape, layout, rows, sequence or shape.sequence)
@@ -147,7 +149,9 @@ class Choice:
     # of the rank that computes most; they sum to the step
     parts: Mapping[str, float]
     memory: Mapping[str, float]
-    stages: tuple[Mapping[str, float], ...] = ()  # bytes of every rank of a pipeline
+    stages: tuple[
+        Mapping[str, float], ...
+    ] = ()  # bytes of every rank of a pipeline
 
     @cached_property
     def step(self) -> float:
@@ -180,7 +184,9 @@ class Pricer:
         """Cost the cuts that are not costed yet, together."""
         r = self.request
         names = {
-            cut: costed_as(cut, r.profile) for cut in cuts if cut not in self.pieces
+            cut: costed_as(cut, r.profile)
+            for cut in cuts
+            if cut not in self.pieces
         }
         if names:
             made = r.piece_costs(
@@ -197,7 +203,9 @@ class Pricer:
                 Case(r.shape, cut, rows, r.sequence),
                 r.routing.busiest(cut.expert_ranks),
             )
-            parts = parts_of(self.pieces[cut], case, r.hardware, r.profile, cut, busy)
+            parts = parts_of(
+                self.pieces[cut], case, r.hardware, r.profile, cut, busy
+            )
             self._times[cut, rows, piped] = parts.map(
                 lambda each: each.under(r.profile, piped)
             )
@@ -209,7 +217,9 @@ class Pricer:
         case = case_of(r.shape, layout, batch=r.batch, sequence=r.sequence)
         cut = piece_layout(layout)
         times = self.times(cut, case.rows, layout.pp > 1)
-        return Priced(case, times, r.hardware, r.profile, self.pieces[cut].rows)
+        return Priced(
+            case, times, r.hardware, r.profile, self.pieces[cut].rows
+        )
 
     def choose(self, layout: Layout, room: float = math.inf) -> Choice:
         """A layout's time and memory for the request; memory only if too large."""
@@ -217,9 +227,13 @@ class Pricer:
 
     def costs(self, layout: Layout) -> Costs:
         """Seconds of a layout's operations, slowed by ranks that share cores."""
-        alone, crowding = self.priced(layout).costs(), self.request.hardware.crowding
+        alone, crowding = (
+            self.priced(layout).costs(),
+            self.request.hardware.crowding,
+        )
         return replace(
-            alone, pieces={of: time * crowding for of, time in alone.pieces.items()}
+            alone,
+            pieces={of: time * crowding for of, time in alone.pieces.items()},
         )
 
     def timeline(self, layout: Layout, most: int) -> Timeline:
@@ -282,16 +296,23 @@ class _Built:
 
     def repeat(self, period: int, tail: int) -> Repeat | None:
         if (period, tail) not in self._repeats:
-            self._repeats[period, tail] = repeating(self.compiled, period, tail)
+            self._repeats[period, tail] = repeating(
+                self.compiled, period, tail
+            )
         return self._repeats[period, tail]
 
 
 @lru_cache(maxsize=_BUILT)
 def _built(
-    layout: Layout, pieces: StagedPieces, options: StepOptions, joint: frozenset[str]
+    layout: Layout,
+    pieces: StagedPieces,
+    options: StepOptions,
+    joint: frozenset[str],
 ) -> _Built:
     blocking = () if options.overlaps else _UNIT_LANES
-    return _Built(build(layout, pieces, options), layout.shards == 1, blocking, joint)
+    return _Built(
+        build(layout, pieces, options), layout.shards == 1, blocking, joint
+    )
 
 
 def joint_lanes(layout: Layout, hardware: Hardware) -> frozenset[str]:
@@ -304,7 +325,11 @@ def joint_lanes(layout: Layout, hardware: Hardware) -> frozenset[str]:
     if hardware.cores:
         return frozenset()
     inside = nearest(layout) * layout.shards <= hardware.node < layout.ranks
-    return _UNIT_LANES - {KINDS[ops.REDUCE_REPLICAS].lane} if inside else _UNIT_LANES
+    return (
+        _UNIT_LANES - {KINDS[ops.REDUCE_REPLICAS].lane}
+        if inside
+        else _UNIT_LANES
+    )
 
 
 def _program(priced: Priced, count: int) -> _Built:
@@ -343,7 +368,11 @@ def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
     pipeline is full, every further microbatch takes the same time.
     """
     layout = priced.case.layout
-    known, pp, most = SCHEDULES.get(layout.schedule), layout.pp, layout.microbatches
+    known, pp, most = (
+        SCHEDULES.get(layout.schedule),
+        layout.pp,
+        layout.microbatches,
+    )
     rounds = known and layout.chunks > 1 and not known.v_shape
     if (
         known
@@ -388,14 +417,20 @@ def _played(
     part = built.repeat(stretch.period, stretch.tail) if stretch else None
     if stretch and not part:
         return None
-    made, weight, longer = built.compiled, [1.0] * len(built.compiled.before), 0.0
+    made, weight, longer = (
+        built.compiled,
+        [1.0] * len(built.compiled.before),
+        0.0,
+    )
     starts, ends = times(made, costs, _cores(priced))
     if stretch and part:
         weight = [1.0 + stretch.again * inside for inside in part.inside]
         longer = stretch.again * shift(made, part, ends)
     if not priced.profile.rolls:
         last = max(range(len(ends)), key=ends.__getitem__)
-        return _Played(made, starts, ends, weight, ends[last], longer, last, -1)
+        return _Played(
+            made, starts, ends, weight, ends[last], longer, last, -1
+        )
     # If stages begin their next step separately, a step is the time of the stage that
     # works longest, from its first computation to its last.
     found = []
@@ -429,12 +464,17 @@ def _choice(priced: Priced, room: float) -> Choice:
     case, hardware, profile = priced.case, priced.hardware, priced.profile
     costs: Costs | None = None
     for built, stretch in _programs(priced):
-        held = [_held(kinds, hardware, profile) for kinds in built.held(priced.sizes)]
+        held = [
+            _held(kinds, hardware, profile)
+            for kinds in built.held(priced.sizes)
+        ]
         memory = max(held, key=lambda kinds: sum(kinds.values()))
         stages = tuple(held) if case.layout.pp > 1 else ()
         if sum(memory.values()) > room:  # more microbatches never hold less
             return Choice(case.layout, case, {}, memory, stages)
-        full = (sum(memory.values()) / hardware.memory - FULL[0]) / (FULL[1] - FULL[0])
+        full = (sum(memory.values()) / hardware.memory - FULL[0]) / (
+            FULL[1] - FULL[0]
+        )
         strained = profile.strain and full > 0
         costs = (
             priced.costs(1 + profile.strain * min(1.0, full))
@@ -458,7 +498,9 @@ def _held(
     """Bytes of a rank by kind, including memory outside tensors."""
     held = {kind: kinds.get(kind, 0.0) for kind in MEMORY}
     if not hardware.cores:
-        held["other"] = profile.context + (profile.reserve - 1) * sum(held.values())
+        held["other"] = profile.context + (profile.reserve - 1) * sum(
+            held.values()
+        )
     return held
 
 
@@ -540,7 +582,10 @@ def longest(priced: Priced) -> dict[tuple[int, Op], float]:
         if not (played := _played(priced, built, stretch, costs)):
             continue
         made, ends, weight = played.made, played.ends, played.weight
-        path, prices = critical(made, ends, weight, played.last), made.prices(costs)
+        path, prices = (
+            critical(made, ends, weight, played.last),
+            made.prices(costs),
+        )
         for n, often in critical(made, ends, weight, played.before).items():
             path[n] = path.get(n, 0.0) - often
         whole = played.step + played.longer
@@ -549,7 +594,10 @@ def longest(priced: Priced) -> dict[tuple[int, Op], float]:
             <= 1e-9 * whole
         ):
             slowest = [
-                max(each, key=lambda at: costs.of(at[1], at[0])) for each in made.priced
+                max(each, key=lambda at: costs.of(at[1], at[0]))
+                for each in made.priced
             ]
-            return {slowest[n]: often for n, often in path.items() if prices[n]}
+            return {
+                slowest[n]: often for n, often in path.items() if prices[n]
+            }
     raise AssertionError("the path of a whole step is as long as the step")

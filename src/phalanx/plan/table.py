@@ -61,7 +61,9 @@ _EXPERT_COLUMNS = {
     "shared_experts": ("shared_experts",),
     "dense_layers": ("dense_layers",),
 }
-_EXPERTS = r"moe|mixtral|\b\d+x\d+(\.\d+)?b|deepseek.?v[23]|-a\d+(\.\d+)?b\b|dbrx"
+_EXPERTS = (
+    r"moe|mixtral|\b\d+x\d+(\.\d+)?b|deepseek.?v[23]|-a\d+(\.\d+)?b\b|dbrx"
+)
 
 
 class CellError(MachineError):
@@ -111,7 +113,9 @@ def read_table(
 ) -> tuple[PublishedRow, ...]:
     """All rows of a table in the format of the published measurements."""
     try:
-        with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
+        with open(
+            path, newline="", encoding="utf-8-sig", errors="replace"
+        ) as file:
             lines = csv.reader(file)
             columns = [name.strip().lower() for name in next(lines, [])]
             numbered = [
@@ -140,7 +144,9 @@ def _row(
     chosen: SoftwareProfile | None,
     stem: str,
 ) -> PublishedRow:
-    fields = dict.fromkeys(columns, "") | dict(zip(columns, cells, strict=False))
+    fields = dict.fromkeys(columns, "") | dict(
+        zip(columns, cells, strict=False)
+    )
     profile = chosen or profile_named(fields.get("framework", ""))
     kind, case, hardware, why = None, None, None, ""
     ranks, step, memory, batch, status = 0, 0.0, 0.0, 0.0, ""
@@ -158,9 +164,13 @@ def _row(
         ranks = _count(fields, "gpus", 0)
         batch = _number(fields, "global_batch")
         if re.search(
-            r"\blora\b", " ".join(fields.get(x, "") for x in _TITLES), re.IGNORECASE
+            r"\blora\b",
+            " ".join(fields.get(x, "") for x in _TITLES),
+            re.IGNORECASE,
         ):
-            raise MachineError("it trains LoRA adapters, whose rank no column gives")
+            raise MachineError(
+                "it trains LoRA adapters, whose rank no column gives"
+            )
         kind = device_of_row(fields["hardware"])
         made = _case(fields, profile)
         _refuse_format(made, kind, fields.get("precision", ""))
@@ -173,13 +183,18 @@ def _row(
         if status == "ok":
             unit = (
                 2**30
-                if "gib" in fields.get("mem_unit", "").lower() or profile.logs_gib
+                if "gib" in fields.get("mem_unit", "").lower()
+                or profile.logs_gib
                 else 1e9
             )
             memory = _number(fields, "peak_mem_gb") * unit
             step = _seconds(fields, made)
         work = 6 * batch * sum(work_of_pieces(made.shape))
-        if 0 < step < work / (ranks * kind.peak(made.dtype or made.layout.precision)):
+        if (
+            0
+            < step
+            < work / (ranks * kind.peak(made.dtype or made.layout.precision))
+        ):
             column = next(key for key in _TIMES if _number(fields, key))
             raise CellError(
                 column,
@@ -248,7 +263,10 @@ def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
     """The meaning of a cell's word, as listed in `words.toml`."""
     text, kind = fields.get(key, ""), kind or key
     lower = re.sub(r"\.0$", "", text.lower())
-    for spelled in (re.sub(r"[()]", " ", lower), re.sub(r"\(.*?\)", " ", lower)):
+    for spelled in (
+        re.sub(r"[()]", " ", lower),
+        re.sub(r"\(.*?\)", " ", lower),
+    ):
         word = re.sub(r"[\s_-]+", "-", spelled.strip())
         joined = re.sub("[-/+,&<>=→←]+", "-", word).strip("-")
         for each in (word, _WHERE_TO.split(word)[0].strip("-"), joined):
@@ -256,9 +274,14 @@ def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
             if meaning is not None:
                 return meaning
     words = (
-        word for words in _MEANINGS[kind].values() for word in words if len(word) > 1
+        word
+        for words in _MEANINGS[kind].values()
+        for word in words
+        if len(word) > 1
     )
-    raise CellError(key, text, f"is not known: write one of {', '.join(words)}")
+    raise CellError(
+        key, text, f"is not known: write one of {', '.join(words)}"
+    )
 
 
 def _known(word: str, kind: str) -> str | None:
@@ -278,7 +301,9 @@ def _known(word: str, kind: str) -> str | None:
         return None
     meanings = {_known(part, kind) for part in parts}
     if kind == "precision" and meanings <= set(_NARROWEST_FIRST):
-        return min(meanings & set(_NARROWEST_FIRST), key=_NARROWEST_FIRST.index)
+        return min(
+            meanings & set(_NARROWEST_FIRST), key=_NARROWEST_FIRST.index
+        )
     return meanings.pop() if len(meanings) == 1 else None
 
 
@@ -294,10 +319,14 @@ def _refuse_format(case: Case, device: Device, text: str) -> None:
     name = case.dtype or case.layout.precision
     if name not in DTYPES:
         raise CellError(
-            "precision", text, f"is not planned: there is no price for {name} matmuls"
+            "precision",
+            text,
+            f"is not planned: there is no price for {name} matmuls",
         )
     if not device.peak(name):
-        raise CellError("precision", text, f"is not supported by {device.name}")
+        raise CellError(
+            "precision", text, f"is not supported by {device.name}"
+        )
 
 
 def device_of_row(hardware: str) -> Device:
@@ -317,10 +346,14 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     inner, ep = n["tp"] * n["pp"] * n["cp"], _count(fields, "ep")
     dp = _count(fields, "dp", max(1, n["gpus"] // inner))
     if dp * ep * inner == n["gpus"]:
-        dp *= ep  # the table counts ranks that share experts separately from dp
+        dp *= (
+            ep  # the table counts ranks that share experts separately from dp
+        )
     if dp * inner != n["gpus"]:
         product = f"{dp} x {n['tp']} x {n['pp']} x {n['cp']} = {dp * inner}"
-        raise CellError("gpus", fields["gpus"], f"is not dp x tp x pp x cp = {product}")
+        raise CellError(
+            "gpus", fields["gpus"], f"is not dp x tp x pp x cp = {product}"
+        )
     batch = _number(fields, "global_batch")
     if fields["source"].endswith("-layer"):
         raise MachineError("the row is the time of one layer, not of a step")
@@ -338,18 +371,25 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
             fields["micro_batch"],
             f"x dp={dp} is not a part of {batch:g}",
         )
-    zero, precision = int(_meaning(fields, "zero")), _meaning(fields, "precision")
+    zero, precision = (
+        int(_meaning(fields, "zero")),
+        _meaning(fields, "precision"),
+    )
     chunks = 2 if schedule == "zb-v" else 1
     if schedule == "interleaved" or (n["vpp"] > 1 and schedule == "1f1b"):
         schedule = "interleaved"
         chunks = max(2, n["vpp"] if fields.get("vpp") else _chunks(shape, n))
     shard = _count(fields, "hsdp_shard", dp)
     if dp % shard:
-        raise CellError("hsdp_shard", fields["hsdp_shard"], f"does not divide dp={dp}")
+        raise CellError(
+            "hsdp_shard", fields["hsdp_shard"], f"does not divide dp={dp}"
+        )
     shard = shard if zero else dp
     if shard % ep:
         raise CellError(
-            "ep", fields["ep"], f"does not divide the {shard} ranks of data parallelism"
+            "ep",
+            fields["ep"],
+            f"does not divide the {shard} ranks of data parallelism",
         )
     parts = {
         "pp": (n["pp"],),
@@ -372,18 +412,26 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     )
     for broken in legal(layout, shape):
         if broken.rule in ("heads", "kv", "ffn"):
-            raise CellError("tp", str(n["tp"]), f"is impossible: {broken.what}")
+            raise CellError(
+                "tp", str(n["tp"]), f"is impossible: {broken.what}"
+            )
         if broken.rule in ("ep", "experts"):
             raise CellError("ep", str(ep), f"is impossible: {broken.what}")
     if n["pp"] > 1:
-        less = "one layer less" in fields.get("inferred", "") + fields.get("notes", "")
-        first, last = _ends(shape, n["pp"], less=less, balanced=profile.balanced)
+        less = "one layer less" in fields.get("inferred", "") + fields.get(
+            "notes", ""
+        )
+        first, last = _ends(
+            shape, n["pp"], less=less, balanced=profile.balanced
+        )
         stages = _stages(shape.layers, n["pp"], chunks, first, last)
         layout = replace(
             layout, stages=stages, reduce="step" if zero > 1 else layout.reduce
         )
     dtype = precision if precision in ("fp8", "fp4") else ""
-    return Case(shape, layout, batch / dp / count, _count(fields, "seq", 0), dtype)
+    return Case(
+        shape, layout, batch / dp / count, _count(fields, "seq", 0), dtype
+    )
 
 
 def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
@@ -404,7 +452,9 @@ def _stages(
     return (first, *spread(layers - first - last, pp - 2), last)
 
 
-def _ends(shape: Shape, pp: int, *, less: bool, balanced: bool) -> tuple[int, int]:
+def _ends(
+    shape: Shape, pp: int, *, less: bool, balanced: bool
+) -> tuple[int, int]:
     """Blocks of the first and last stage; 0: as many as the others.
 
     With `less` both have one block fewer, for the embedding and the head. If
@@ -440,7 +490,9 @@ def _shape(fields: Mapping[str, str]) -> Shape:
     If it has experts and the row lacks their sizes, the model's published shape by
     name.
     """
-    experts = {ours: _first(fields, names) for ours, names in _EXPERT_COLUMNS.items()}
+    experts = {
+        ours: _first(fields, names) for ours, names in _EXPERT_COLUMNS.items()
+    }
     if not experts["experts"] and _has_experts(fields):
         return _published_shape(fields)
     dense = _dense_shape(fields)
@@ -469,14 +521,19 @@ def _has_experts(fields: Mapping[str, str]) -> bool:
 
 def _first(fields: Mapping[str, str], names: Sequence[str]) -> int:
     """The first nonzero count among these columns, or 0."""
-    return next((_count(fields, name) for name in names if _number(fields, name)), 0)
+    return next(
+        (_count(fields, name) for name in names if _number(fields, name)), 0
+    )
 
 
 def _published_shape(fields: Mapping[str, str]) -> Shape:
     """The catalogue's shape for the model that a row names, if its sizes agree."""
     title = fields.get("model", "")
     known = {name: Shape.load(name) for name in Shape.names()}
-    titles = {_plain(shape.source.partition(",")[0]): shape for shape in known.values()}
+    titles = {
+        _plain(shape.source.partition(",")[0]): shape
+        for shape in known.values()
+    }
     titles |= {_plain(name): shape for name, shape in known.items()}
     shape = titles.get(_plain(re.sub(r"\(.*?\)", " ", title)))
     if shape is None or not shape.experts:
@@ -489,7 +546,9 @@ def _published_shape(fields: Mapping[str, str]) -> Shape:
         given = _number(fields, column)
         if given and given != size:
             raise CellError(
-                column, fields[column], f"differs from the {size} of {shape.name}"
+                column,
+                fields[column],
+                f"differs from the {size} of {shape.name}",
             )
     return replace(shape, sequence=_count(fields, "seq", 0))
 
@@ -549,7 +608,9 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
         return 96.0 * tokens * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
     # the share of (query, key) pairs that the source counts
     pairs = 0.5 if "causal" in text.lower() else 1.0
-    model = 6.0 * case.shape.active * tokens + 12.0 * pairs * l * h * s * tokens
+    model = (
+        6.0 * case.shape.active * tokens + 12.0 * pairs * l * h * s * tokens
+    )
     # the embedding is a lookup, without FLOPs
     return model - (0.0 if case.shape.tied else 6.0 * v * h * tokens)
 
@@ -557,17 +618,27 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
 @lru_cache(maxsize=256)
 def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
     """A row's hardware: its device's cluster, with its own servers and network."""
-    efa = "h100-efa-fading" if "bandwidth falls" in link.lower() else "h100-efa"
-    family = {"h100-sxm": efa if "efa" in link.lower() else "h100"}.get(name, name)
+    efa = (
+        "h100-efa-fading" if "bandwidth falls" in link.lower() else "h100-efa"
+    )
+    family = {"h100-sxm": efa if "efa" in link.lower() else "h100"}.get(
+        name, name
+    )
     inside, port = device(name).pod or node, _port(link, node)
     whole = clusters().get(family) or joined(name, 2 * inside, node)
     near, far = whole.levels
     levels: tuple[Level, ...] = (replace(near, size=min(inside, ranks)),)
     if ranks > inside:
         far = replace(far, size=-(-ranks // inside))
-        far = replace(far, share=far.share * port / far.bandwidth) if port else far
+        far = (
+            replace(far, share=far.share * port / far.bandwidth)
+            if port
+            else far
+        )
         levels += (
-            replace(far, latency_us=8.0) if "omni-path" in link.lower() else far,
+            replace(far, latency_us=8.0)
+            if "omni-path" in link.lower()
+            else far,
         )
     return hardware_of(replace(whole, levels=levels), ranks)
 
@@ -576,7 +647,9 @@ def _port(link: str, node: int) -> float:
     """Bytes per second of a device, from a row's text about its network; 0: unknown."""
     link = re.sub(r"(?i)gbps|gbit/s", "Gb/s", link)
     link = re.sub(
-        r"([\d.]+) ?T(?=b)", lambda found: f"{1000 * float(found[1]):g} G", link
+        r"([\d.]+) ?T(?=b)",
+        lambda found: f"{1000 * float(found[1]):g} G",
+        link,
     )
     named = re.search(r"(?i)(\d+) ?x ?(?:infiniband )?([ehnx]dr)\b", link)
     if named and not re.search(r"\dx? ?Gb", link):

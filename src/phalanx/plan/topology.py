@@ -28,7 +28,9 @@ class Topology:
     """Devices and NICs, and the kind of link between each pair (`NV18`, `PIX`, ...)."""
 
     names: tuple[str, ...]  # devices first, then NICs
-    links: tuple[tuple[str, ...], ...]  # in the order of names; X for the same device
+    links: tuple[
+        tuple[str, ...], ...
+    ]  # in the order of names; X for the same device
     cpus: tuple[tuple[int, ...], ...] = ()  # by device: the nearest CPUs
     numa: tuple[int | None, ...] = ()  # by device
     nics: tuple[tuple[str, str], ...] = ()  # name of each NIC: NIC0 is mlx5_0
@@ -52,7 +54,11 @@ class Topology:
         while left:
             group = [left.pop(0)]
             for member in group:
-                near = [d for d in left if _far(self.between(member, d)) <= _far(kind)]
+                near = [
+                    d
+                    for d in left
+                    if _far(self.between(member, d)) <= _far(kind)
+                ]
                 left = [d for d in left if d not in near]
                 group += near
             found.append(tuple(sorted(group, key=self.names.index)))
@@ -61,7 +67,9 @@ class Topology:
     def nearest_nics(self, device: str) -> tuple[str, ...]:
         """The names of the NICs that a device reaches over its nearest kind of link."""
         nics = [name for name in self.names if name not in self.devices]
-        least = min((_far(self.between(device, nic)) for nic in nics), default=0)
+        least = min(
+            (_far(self.between(device, nic)) for nic in nics), default=0
+        )
         called = dict(self.nics)
         return tuple(
             called.get(nic, nic)
@@ -77,13 +85,19 @@ class Topology:
         for kind in self.kinds:
             groups = [g for g in self.groups(kind) if len(g) > 1]
             what = KINDS[re.sub(r"\d", "", kind)]
-            what = what.replace(", the number of links follows", f", {kind[2:]} links")
-            lines.append(f"{kind} ({what}): " + "; ".join(map(" ".join, groups)))
+            what = what.replace(
+                ", the number of links follows", f", {kind[2:]} links"
+            )
+            lines.append(
+                f"{kind} ({what}): " + "; ".join(map(" ".join, groups))
+            )
         for i, device in enumerate(self.devices):
             near = self.nearest_nics(device)
             notes = [f"NIC {', '.join(near)}"] if near else []
             notes += (
-                [f"CPUs {_ranges(self.cpus[i])}"] if self.cpus and self.cpus[i] else []
+                [f"CPUs {_ranges(self.cpus[i])}"]
+                if self.cpus and self.cpus[i]
+                else []
             )
             numa = self.numa[i] if self.numa else None
             notes += [f"NUMA node {numa}"] if numa is not None else []
@@ -102,10 +116,16 @@ def read_topology() -> Topology:
     if program is None:
         return Topology((), ())
     done = subprocess.run(
-        [program, "topo", "-m"], capture_output=True, text=True, timeout=60, check=False
+        [program, "topo", "-m"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     if done.returncode:
-        output = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+        output = (done.stdout + done.stderr).strip().splitlines() or [
+            "nothing"
+        ]
         raise TopologyError(
             f"nvidia-smi topo -m failed with code {done.returncode}: {output[0].rstrip('.')}."
         )
@@ -118,7 +138,8 @@ def parse_topology(text: str) -> Topology:
     if any(line.startswith("No devices were found") for line in lines):
         return Topology((), ())
     start = next(
-        (i for i, line in enumerate(lines) if line.split()[:1] == ["GPU0"]), None
+        (i for i, line in enumerate(lines) if line.split()[:1] == ["GPU0"]),
+        None,
     )
     if start is None:
         first = next((line for line in lines if line.strip()), "")
@@ -131,7 +152,9 @@ def parse_topology(text: str) -> Topology:
     names = tuple(re.split(r"\bCPU\b", lines[start])[0].split())
     rows: list[tuple[str, ...]] = []
     rest: list[list[str]] = []
-    for number, line in enumerate(lines[start + 1 : start + 1 + len(names)], start + 2):
+    for number, line in enumerate(
+        lines[start + 1 : start + 1 + len(names)], start + 2
+    ):
         cells = line.split()
         rows.append(_row(cells, names, len(rows), number))
         rest.append(cells[1 + len(names) :])
@@ -142,7 +165,8 @@ def parse_topology(text: str) -> Topology:
         tuple(rows),
         tuple(_cpus(cells[0] if cells else "") for cells in rest[:devices]),
         tuple(
-            int(c[1]) if len(c) > 1 and c[1].isdigit() else None for c in rest[:devices]
+            int(c[1]) if len(c) > 1 and c[1].isdigit() else None
+            for c in rest[:devices]
         ),
         tuple(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.M)),
     )
@@ -154,7 +178,9 @@ def _row(
     name = names[place]
     if not cells or cells[0] != name:
         seen = repr(cells[0]) if cells else "nothing"
-        raise TopologyError(f"line {number}: {seen} instead of the row of {name}.")
+        raise TopologyError(
+            f"line {number}: {seen} instead of the row of {name}."
+        )
     links = tuple(cells[1 : 1 + len(names)])
     if len(links) < len(names):
         raise TopologyError(
@@ -176,7 +202,9 @@ def _row(
 
 def _check_square(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     if len(rows) < len(names):
-        raise TopologyError(f"the text ends before the row of {names[len(rows)]}.")
+        raise TopologyError(
+            f"the text ends before the row of {names[len(rows)]}."
+        )
     for i, row in enumerate(rows):
         for j, kind in enumerate(row):
             if rows[j][i] != kind:
@@ -203,4 +231,6 @@ def _ranges(numbers: Sequence[int]) -> str:
             parts[-1].append(n)
         else:
             parts.append([n])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+    return ",".join(
+        str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts
+    )

@@ -36,18 +36,27 @@ def build(
     program = Program(order.rows, layout.mesh)
     program = passes.expand(program, stages, pieces.tied, pieces.frozen)
 
-    first, each = traits(layout.schedule).forward_first, layout.reduce == "micro"
+    first, each = (
+        traits(layout.schedule).forward_first,
+        layout.reduce == "micro",
+    )
     replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
 
     def rest(program: Program) -> Program:
         """Add everything that follows from the order of computing."""
         if experts and (layout.overlap or first):
-            program = passes.overlap(program, stages, experts, forward_first=first)
+            program = passes.overlap(
+                program, stages, experts, forward_first=first
+            )
         if "activations" in layout.offload:
             program = passes.offload_activations(program)
         program = passes.sum_choices(program, pieces.sums_choices)
         program = _fed(
-            layout, program, experts, pieces.scaled, at_once=options.gathers_at_once
+            layout,
+            program,
+            experts,
+            pieces.scaled,
+            at_once=options.gathers_at_once,
         )
         at_end = not (options.overlaps or each)
         program = passes.reduce(
@@ -72,14 +81,24 @@ def build(
     return rest(passes.recompute_to_fit(program, options.sizes, limits, rest))
 
 
-def _order(layout: Layout, stages: Sequence[range], options: StepOptions) -> Program:
+def _order(
+    layout: Layout, stages: Sequence[range], options: StepOptions
+) -> Program:
     """The schedule: the order in which virtual stages compute."""
     if not traits(layout.schedule).searched:
-        return schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
-    costs = options.costs or Costs({FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1})
+        return schedule(
+            layout.schedule, layout.pp, layout.microbatches, layout.chunks
+        )
+    costs = options.costs or Costs(
+        {FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1}
+    )
     whole_stages = _stage_costs(costs, stages)
     return search(
-        layout.pp, layout.microbatches, layout.chunks, whole_stages, options.held
+        layout.pp,
+        layout.microbatches,
+        layout.chunks,
+        whole_stages,
+        options.held,
     )
 
 
@@ -102,7 +121,10 @@ def _fed(
         {*layout.offload},
     )
     if layout.zero or "weights" in away:
-        drop, load = layout.zero == 3 or "weights" in away, layout.weights_on_host
+        drop, load = (
+            layout.zero == 3 or "weights" in away,
+            layout.weights_on_host,
+        )
         each = drop and layout.gather == "micro"
         whole = at_once and layout.prefetch and not (each or load)
         ahead = program.pieces if whole else layout.prefetch

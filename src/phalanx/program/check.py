@@ -52,7 +52,10 @@ def held(program: Program) -> tuple[float, ...]:
     for row in program.rows:
         computed = {op.piece for op in row if op.kind == ops.FORWARD}
         share = 1 / max(1, len(computed))
-        steps = ((op.kind == ops.FORWARD) - (op.kind in ops.CONTRIBUTES) for op in row)
+        steps = (
+            (op.kind == ops.FORWARD) - (op.kind in ops.CONTRIBUTES)
+            for op in row
+        )
         most.append(round(max(accumulate(steps, initial=0)) * share, 9))
     return tuple(most)
 
@@ -63,7 +66,9 @@ def faults(program: Program) -> tuple[str, ...]:
     return _proved(program)[0]
 
 
-def _proved(program: Program) -> tuple[tuple[str, ...], Short | None, Sequence[State]]:
+def _proved(
+    program: Program,
+) -> tuple[tuple[str, ...], Short | None, Sequence[State]]:
     """Return a program's faults, its shortened form if valid, and final states."""
     if short := shortened(program):
         problems, walked, made = _faults(short.program)
@@ -73,19 +78,26 @@ def _proved(program: Program) -> tuple[tuple[str, ...], Short | None, Sequence[S
     return problems, None, walked
 
 
-def _faults(program: Program) -> tuple[tuple[str, ...], Sequence[State], Graph | None]:
+def _faults(
+    program: Program,
+) -> tuple[tuple[str, ...], Sequence[State], Graph | None]:
     if problems := [*_one_line(program), *_names(program), *_homes(program)]:
         return tuple(problems), (), None
     states = [State(program, number) for number in range(len(program.rows))]
     weights = [
-        list(_weights(program, number, now)) for number, now in enumerate(states)
+        list(_weights(program, number, now))
+        for number, now in enumerate(states)
     ]
     made = graph(program, states)
     problems = [*_needs(made), *_groups(made), *_collectives(made)]
     for number in range(len(program.rows)):
         problems += [*_left_over(program, number), *weights[number]]
     problems += _ties(program)
-    return tuple(dict.fromkeys(problems)) or tuple(_deadlock(made)), states, made
+    return (
+        tuple(dict.fromkeys(problems)) or tuple(_deadlock(made)),
+        states,
+        made,
+    )
 
 
 def _rank(program: Program, row: int) -> str:
@@ -104,7 +116,9 @@ def _one_line(program: Program) -> Iterator[str]:
             yield f"ranks {', '.join(map(str, group))} {what} but follow {len(rows)} different lists."
     lines: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank, row in enumerate(program.owner):
-        line = tuple(program.owner[r] for r in program.mesh.group(rank, ("pp",)))
+        line = tuple(
+            program.owner[r] for r in program.mesh.group(rank, ("pp",))
+        )
         first, known = lines.setdefault(row, (rank, line))
         if known != line:
             yield (
@@ -124,14 +138,17 @@ def _names(program: Program) -> Iterator[str]:
             if op.kind in ops.ON_STEP:
                 continue
             host, users = homes.get(op.piece), program.users(op.piece)
-            tied = op.kind in ops.ON_UNIT and any(homes.get(p) == number for p in users)
+            tied = op.kind in ops.ON_UNIT and any(
+                homes.get(p) == number for p in users
+            )
             if host is None and not tied:
                 yield f"{who}: {op} names piece {op.piece}, of which no rank has a forward."
             elif host is not None and host != number and not tied:
                 yield f"{who}: {op} belongs to {_rank(program, host)}, which holds piece {op.piece}."
             elif op.of:
                 yield from (
-                    f"{who}: {op} {what}" for what in _astray(program, number, op)
+                    f"{who}: {op} {what}"
+                    for what in _astray(program, number, op)
                 )
 
 
@@ -147,12 +164,18 @@ def _astray(program: Program, number: int, op: Op) -> Iterator[str]:
 
 def _homes(program: Program) -> Iterator[str]:
     """Yield pieces whose forward is not on exactly one stage of each pipeline."""
-    holds = [{op.piece for op in row if op.kind == ops.FORWARD} for row in program.rows]
+    holds = [
+        {op.piece for op in row if op.kind == ops.FORWARD}
+        for row in program.rows
+    ]
     for line in dict.fromkeys(map(program.line, range(len(program.rows)))):
         for piece in range(program.pieces):
             homes = [row for row in line if piece in holds[row]]
             if len(homes) != 1:
-                where = " and ".join(_rank(program, row) for row in homes) or "no rank"
+                where = (
+                    " and ".join(_rank(program, row) for row in homes)
+                    or "no rank"
+                )
                 yield f"piece {piece} has its forward on {where}; each piece is on one stage."
 
 
@@ -172,9 +195,9 @@ def _groups(made: Graph) -> Iterator[str]:
     ends: dict[str, tuple[list[tuple[int, Op]], list[tuple[int, Op]]]] = {}
     for i, (row, op) in enumerate(made.ops):
         if op.of:
-            ends.setdefault(made.lanes[i], ([], []))[op.kind == ops.RECEIVE].append(
-                (row, op)
-            )
+            ends.setdefault(made.lanes[i], ([], []))[
+                op.kind == ops.RECEIVE
+            ].append((row, op))
     for sent, received in ends.values():
         there = [_message(op) for _, op in sent]
         here = [_message(op) for _, op in received]
@@ -187,7 +210,9 @@ def _groups(made: Graph) -> Iterator[str]:
                 yield f"{_rank(made.program, row)}: {op} waits for a message that is never sent."
         if there != here and not lost and not never:
             k = next(
-                k for k, (a, b) in enumerate(zip(there, here, strict=True)) if a != b
+                k
+                for k, (a, b) in enumerate(zip(there, here, strict=True))
+                if a != b
             )
             (a, x), (b, y) = sent[k], received[k]
             what = f"sends {x} where {_rank(made.program, b)} receives {y}"
@@ -228,10 +253,13 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
         if kind == ops.FORWARD and trains and back not in _WHOLE_BACKWARDS:
             got = ", ".join(f"{piece}{k}{m}" for k in back) or "no backward"
             wanted = (
-                " and ".join(f"{piece}{k}{m}" for k in way) for way in _WHOLE_BACKWARDS
+                " and ".join(f"{piece}{k}{m}" for k in way)
+                for way in _WHOLE_BACKWARDS
             )
             yield f"{who}: {op} is followed by {got}; it needs {', or '.join(wanted)}."
-        unused = not back and (kind in ops.RECOMPUTES or (piece, m) not in again)
+        unused = not back and (
+            kind in ops.RECOMPUTES or (piece, m) not in again
+        )
         if unused and kind in (*ops.RECOMPUTES, ops.RELOAD):
             yield f"{who}: {op} brings back what no backward uses."
         if kind in ops.RECOMPUTES and (ops.FORWARD, piece, m) not in named:
@@ -265,12 +293,18 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
     who = _rank(program, number)
     drops = ops.DROP in now.has
     yield from _pairs(program, number)
-    unused: dict[int, None] = {}  # units with gradients that no update has used
+    unused: dict[
+        int, None
+    ] = {}  # units with gradients that no update has used
     for op, _ in now.walk():
         kind, unit = op.kind, op.piece
         if kind == ops.COUNT:
             yield from _step_ends(who, now)
-        elif kind == ops.GATHER and unit in now.gathered and unit not in now.stale:
+        elif (
+            kind == ops.GATHER
+            and unit in now.gathered
+            and unit not in now.stale
+        ):
             yield f"{who}: {op} gathers unit {unit}, which is already there."
         elif kind == ops.REDUCE and unit in now.tied:
             tie = Op(ops.TIE, unit)
@@ -288,8 +322,14 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
         drop = Op(ops.DROP, unit)
         yield f"{who}: unit {unit} is still gathered at the end; {drop} is missing after its last use."
     yield from _step_ends(who, now)
-    if any(op.kind in (ops.REDUCE, ops.UPDATE) for row in program.rows for op in row):
-        for unit, left in sorted((u, left) for u, left in now.open.items() if left):
+    if any(
+        op.kind in (ops.REDUCE, ops.UPDATE)
+        for row in program.rows
+        for op in row
+    ):
+        for unit, left in sorted(
+            (u, left) for u, left in now.open.items() if left
+        ):
             missing = f"{Op(ops.REDUCE, unit)} is missing after them."
             yield f"{who}: {len(left)} gradients of unit {unit} are never summed: {missing}"
         for unit in sorted(unused):
@@ -304,7 +344,10 @@ def _pairs(program: Program, number: int) -> Iterator[str]:
     """
     who, row = _rank(program, number), program.rows[number]
     have = set(row)
-    pairs = [(ops.TO_OWNERS, ops.FROM_OWNERS), (ops.FROM_OWNERS, ops.TO_OWNERS)]
+    pairs = [
+        (ops.TO_OWNERS, ops.FROM_OWNERS),
+        (ops.FROM_OWNERS, ops.TO_OWNERS),
+    ]
     if program.replicated:
         pairs.append((ops.REDUCE, ops.REDUCE_REPLICAS))
     for kind, other in pairs:
@@ -353,5 +396,7 @@ def _deadlock(made: Graph) -> Iterator[str]:
         at = next((i for i in left if made.lanes[i] == COMPUTE), left[0])
         needs = (j for j in made.before[at] if made.event[j] not in done)
         what = next((f" for {made.ops[j][1]}" for j in needs), "")
-        waits.append(f"{_rank(made.program, row)} waits at {made.ops[at][1]}{what}")
+        waits.append(
+            f"{_rank(made.program, row)} waits at {made.ops[at][1]}{what}"
+        )
     yield f"deadlock. {', '.join(waits)}."

@@ -54,7 +54,9 @@ class StepFlops(NamedTuple):
     full: float
 
 
-def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...]:
+def forward_flops(
+    shape: Shape, batch: int, sequence: int
+) -> tuple[OpFlops, ...]:
     """The operations of the forward of `batch` sequences (rows, for the MLP)."""
     rows = batch * (sequence if shape.kind == "decoder" else 1)
     found = []
@@ -62,12 +64,16 @@ def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...
         for product in linear_products(row, shape):
             flops = 2.0 * rows * product.multiply_adds
             trained = product.weight.trained
-            found.append(OpFlops(row.piece, product.name, flops, flops, trained))
+            found.append(
+                OpFlops(row.piece, product.name, flops, flops, trained)
+            )
         if shape.kind == "decoder" and 0 < row.piece <= shape.layers:
             per_pair = 2.0 * shape.pair_work * batch
             pairs = _pairs(shape, row.piece, sequence)
             full = per_pair * sequence**2
-            found.append(OpFlops(row.piece, "attention", per_pair * pairs, full))
+            found.append(
+                OpFlops(row.piece, "attention", per_pair * pairs, full)
+            )
     return tuple(found)
 
 
@@ -100,5 +106,6 @@ def _recomputed(program: Program) -> dict[int, float]:
     counts = Counter((op.kind, op.piece) for row in program.rows for op in row)
     pieces = range(program.pieces)
     return {
-        p: counts[ops.RECOMPUTE, p] / max(1, counts[ops.FORWARD, p]) for p in pieces
+        p: counts[ops.RECOMPUTE, p] / max(1, counts[ops.FORWARD, p])
+        for p in pieces
     }

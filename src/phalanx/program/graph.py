@@ -108,7 +108,11 @@ def _pair(made: Graph) -> None:
     """Join the operations that are one event."""
     joint: dict[tuple[object, ...], int] = {}
     seen: Counter[tuple[str, str]] = Counter()
-    events, event, collectives = made.events, made.event, frozenset(ops.COLLECTIVES)
+    events, event, collectives = (
+        made.events,
+        made.event,
+        frozenset(ops.COLLECTIVES),
+    )
     for i, (row, op) in enumerate(made.ops):
         number = len(events)
         if op.of:
@@ -118,7 +122,9 @@ def _pair(made: Graph) -> None:
             number = joint.setdefault((made.lanes[i], seen[end]), number)
             seen[end] += 1
         elif op.kind in collectives:
-            number = joint.setdefault((op[:3], _group(made.program, row, op)), number)
+            number = joint.setdefault(
+                (op[:3], _group(made.program, row, op)), number
+            )
         if number == len(events):
             events.append([i])
         else:

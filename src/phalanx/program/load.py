@@ -47,7 +47,14 @@ class AttentionLoad:
     def full(self) -> float:
         """FLOPs with every pair counted."""
         pairs = self.queries * self.keys
-        return 2.0 * self.products * self.batch * self.heads * self.head_dim * pairs
+        return (
+            2.0
+            * self.products
+            * self.batch
+            * self.heads
+            * self.head_dim
+            * pairs
+        )
 
     @property
     def flops(self) -> float:
@@ -87,7 +94,9 @@ class Load:
         )
 
     def __add__(self, other: Load) -> Load:
-        return Load(*(getattr(self, n) + getattr(other, n) for n in _names(Load)))
+        return Load(
+            *(getattr(self, n) + getattr(other, n) for n in _names(Load))
+        )
 
 
 @dataclass(frozen=True)
@@ -125,9 +134,13 @@ def joined(parts: Sequence[PieceCost]) -> PieceCost:
     one for each part.
     """
     sums = {
-        n: reduce(add, (getattr(part, n) for part in parts)) for n in _names(PieceCost)
+        n: reduce(add, (getattr(part, n) for part in parts))
+        for n in _names(PieceCost)
     }
-    sums |= {"temporary": min(part.temporary for part in parts), "edge": parts[-1].edge}
+    sums |= {
+        "temporary": min(part.temporary for part in parts),
+        "edge": parts[-1].edge,
+    }
     return PieceCost(**sums)
 
 
@@ -170,7 +183,9 @@ def _line(a: Any, b: Any, rows: float) -> Any:
     if isinstance(a, tuple):
         return tuple(_line(x, y, rows) for x, y in zip(a, b, strict=True))
     kind: Any = type(a)
-    return kind(*(_line(getattr(a, n), getattr(b, n), rows) for n in _names(kind)))
+    return kind(
+        *(_line(getattr(a, n), getattr(b, n), rows) for n in _names(kind))
+    )
 
 
 @cache

@@ -59,7 +59,12 @@ class Sizes:
         """Sizes that count held pieces, kept inputs, gathered units, gradients."""
         one, none = (1.0,) * pieces, (0.0,) * pieces
         return cls(
-            one, one, gathered=one, gradient=one, gradient_shard=none, selected=one
+            one,
+            one,
+            gathered=one,
+            gradient=one,
+            gradient_shard=none,
+            selected=one,
         )
 
 
@@ -112,13 +117,19 @@ def _on_row(program: Program, sizes: Sizes, row: int) -> Sizes:
     first, count = min(pieces), program.pieces
 
     def more(each: tuple[float, ...], times: int = 1) -> tuple[float, ...]:
-        return tuple(_of(each, n) + amount * times * (n == first) for n in range(count))
+        return tuple(
+            _of(each, n) + amount * times * (n == first) for n in range(count)
+        )
 
     if any(op.kind == ops.OFFLOAD for op in program.rows[row]):
         # It is not offloaded. At most all microbatches have it.
-        return replace(sizes, home=more(sizes.home, program.microbatches), derived=())
+        return replace(
+            sizes, home=more(sizes.home, program.microbatches), derived=()
+        )
     # Weight gradients, which may be computed later, do not need it.
-    factors = tuple(_of(sizes.kept_after_i or sizes.kept, n) for n in range(count))
+    factors = tuple(
+        _of(sizes.kept_after_i or sizes.kept, n) for n in range(count)
+    )
     return replace(
         sizes,
         kept=more(sizes.kept),
@@ -136,7 +147,8 @@ def _sized(sizes: Sizes, bundles: Sequence[Changes]) -> list[Bytes]:
     table = _table(sizes)
     rows = ([(*table[c.what], c) for c in changes] for changes in bundles)
     return [
-        [(kind, c.sign * _of(size, c.piece)) for kind, size, c in row] for row in rows
+        [(kind, c.sign * _of(size, c.piece)) for kind, size, c in row]
+        for row in rows
     ]
 
 
@@ -160,12 +172,17 @@ def changes(
 
 def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
     forwards = (op for op in program.rows[row] if op.kind == ops.FORWARD)
-    units = {u for piece in {op.piece for op in forwards} for u in program.units(piece)}
+    units = {
+        u
+        for piece in {op.piece for op in forwards}
+        for u in program.units(piece)
+    }
     always = {"weights": sizes.home, "optimizer": sizes.optimizer}
     if sizes.gradient_home:
         always["gradients"] = sizes.gradient_home
     return {
-        kind: sum(_of(size, u) for u in sorted(units)) for kind, size in always.items()
+        kind: sum(_of(size, u) for u in sorted(units))
+        for kind, size in always.items()
     }
 
 
@@ -179,7 +196,8 @@ def peaks(
     rows = range(len(program.rows))
     each = walked or [follow(program, sizes, row) for row in rows]
     return tuple(
-        _peak(program, _on_row(program, sizes, row), row, each[row]) for row in rows
+        _peak(program, _on_row(program, sizes, row), row, each[row])
+        for row in rows
     )
 
 
@@ -198,8 +216,12 @@ def _highest(
     always: Mapping[str, float], sizes: Sizes, walked: State
 ) -> tuple[float, int, dict[str, float]]:
     """The peak, the operation then started (-1: none), and each kind at that time."""
-    table, flow = _table(sizes), walked.flow
-    net = [sum(amount for _, amount in each) for each in _sized(sizes, walked.bundles)]
+    table = _table(sizes)
+    flow = walked.flow
+    net = [
+        sum(amount for _, amount in each)
+        for each in _sized(sizes, walked.bundles)
+    ]
     held = _running(sum(always.values()), net, flow)
     at = max(range(1, len(held), 2), key=held.__getitem__, default=0)
     if held[at] <= held[0]:
@@ -219,10 +241,13 @@ def _highest(
 def _peak(program: Program, sizes: Sizes, row: int, walked: State) -> Peak:
     always = _always(program, sizes, row)
     total, at, then = _highest(always, sizes, walked)
-    kinds, amounts = dict(always), _sized(sizes, walked.bundles)
+    kinds = dict(always)
+    amounts = _sized(sizes, walked.bundles)
     for kind in {kind: None for each in amounts for kind, _ in each}:
         own = [[a for k, a in each if k == kind] for each in amounts]
-        now = _running(always.get(kind, 0.0), list(map(sum, own)), walked.flow)
+        net = [sum(each) for each in own]
+        start = always.get(kind, 0.0)
+        now = _running(start, net, walked.flow)
         # A bundle may take before it gives back.
         most = [max(accumulate(each), default=0.0) for each in own]
         peaks = map(most.__getitem__, walked.flow)

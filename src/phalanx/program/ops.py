@@ -28,7 +28,9 @@ KEPT = "kept"  # what a forward keeps for its backward, on the device
 SELECTED = "selected"  # the part of it from which the rest can be recomputed
 CHOICES = "choices"  # the number of times each expert was chosen, for a router's losses
 ROUTES = "routes"  # the number of tokens for each expert from each rank
-FACTORS = "factors"  # the factors of weight gradients, left by the input gradient
+FACTORS = (
+    "factors"  # the factors of weight gradients, left by the input gradient
+)
 AWAY = "away"  # kept, on the host
 WEIGHTS = "weights"  # whole, ready to compute with
 HOME = "home"  # the shard of the weights that a rank owns and updates
@@ -52,11 +54,23 @@ class Paint(NamedTuple):
 
 # The palette of Okabe and Ito (2008), which colour-blind readers can distinguish. Every
 # colour comes with a letter, so nothing depends on colour alone.
-_BLUE, _ORANGE = Paint("#56b4e9", "#000000", 74), Paint("#e69f00", "#000000", 178)
-_GREEN, _PINK = Paint("#2fb98f", "#000000", 36), Paint("#cc79a7", "#000000", 175)
+_BLUE, _ORANGE = (
+    Paint("#56b4e9", "#000000", 74),
+    Paint("#e69f00", "#000000", 178),
+)
+_GREEN, _PINK = (
+    Paint("#2fb98f", "#000000", 36),
+    Paint("#cc79a7", "#000000", 175),
+)
 _NAVY, _RED = Paint("#0072b2", "#ffffff", 25), Paint("#d55e00", "#000000", 166)
-_YELLOW, _GREY = Paint("#f0e442", "#000000", 185), Paint("#6e6e6e", "#ffffff", 242)
-_SILVER, _PURPLE = Paint("#b0b0b0", "#000000", 249), Paint("#8c6bb1", "#ffffff", 97)
+_YELLOW, _GREY = (
+    Paint("#f0e442", "#000000", 185),
+    Paint("#6e6e6e", "#ffffff", 242),
+)
+_SILVER, _PURPLE = (
+    Paint("#b0b0b0", "#000000", 249),
+    Paint("#8c6bb1", "#ffffff", 97),
+)
 
 
 @dataclass(frozen=True)
@@ -211,7 +225,9 @@ def add(kind: Kind) -> Callable[[], None]:
     program, `Costs` give its time by its letter, and `Executor.handlers` carry it out.
     Built-in kinds never use small letters.
     """
-    assert kind.letter not in KINDS, f"{kind.letter} is {KINDS[kind.letter].name}"
+    assert kind.letter not in KINDS, (
+        f"{kind.letter} is {KINDS[kind.letter].name}"
+    )
     mine = [letters for of, letters in _DERIVED if of(kind)]
     KINDS[kind.letter] = kind
     for letters in mine:

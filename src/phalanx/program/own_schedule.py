@@ -97,14 +97,18 @@ def _misplaced(rows: Sequence[Sequence[Op]], pieces: int) -> Iterator[str]:
     for piece in range(pieces):
         ranks = [rank for rank, held in enumerate(holders) if piece in held]
         if len(ranks) != 1:
-            where = f"ranks {', '.join(map(str, ranks))}" if ranks else "no rank"
+            where = (
+                f"ranks {', '.join(map(str, ranks))}" if ranks else "no rank"
+            )
             yield f"stage {piece} is computed by {where}; it belongs to one rank."
     for rank, held in enumerate(holders):
         if not held:
             yield f"rank {rank} computes nothing. Give it a stage, or use fewer stages."
 
 
-def _incomplete(rank: str, row: Sequence[Op], microbatches: int) -> Iterator[str]:
+def _incomplete(
+    rank: str, row: Sequence[Op], microbatches: int
+) -> Iterator[str]:
     """Yield microbatches without forward or backward, and operations in a wrong order."""
     for op, count in Counter(row).items():
         if count > 1:
@@ -112,7 +116,9 @@ def _incomplete(rank: str, row: Sequence[Op], microbatches: int) -> Iterator[str
     place = {op: i for i, op in enumerate(row)}
     for piece in sorted({op.piece for op in row}):
         for m in range(microbatches):
-            forward, whole, first, second = (Op(kind, piece, m) for kind in _KINDS)
+            forward, whole, first, second = (
+                Op(kind, piece, m) for kind in _KINDS
+            )
             if forward not in place:
                 yield f"{rank} lacks {forward}, the forward of stage {piece}, microbatch {m}."
                 continue

@@ -18,7 +18,9 @@ from .state import State, recomputed, restarts
 
 
 def _woven(
-    row: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]
+    row: Sequence[Op],
+    before: Mapping[int, list[Op]],
+    after: Mapping[int, list[Op]],
 ) -> list[Op]:
     """Insert operations before and after given positions (-1: the start of the row)."""
     out, done = list(before.get(-1, ())), 0
@@ -49,7 +51,10 @@ def expand(
 
 
 def recompute(
-    program: Program, stages: Sequence[range], mode: str, experts: Collection[int] = ()
+    program: Program,
+    stages: Sequence[range],
+    mode: str,
+    experts: Collection[int] = (),
 ) -> Program:
     """Insert recomputation, by mode: `none`, `all`, `every=C`, `sqrt` or `selective`.
 
@@ -61,7 +66,9 @@ def recompute(
     if mode == "none":
         return program
     if mode == "selective":
-        segments = [range(piece, piece + 1) for piece in range(1, program.pieces - 1)]
+        segments = [
+            range(piece, piece + 1) for piece in range(1, program.pieces - 1)
+        ]
         return _with_segments(
             program, [segments] * len(program.rows), ops.RECOMPUTE_PART
         )
@@ -77,7 +84,9 @@ def recompute(
 
 
 def _with_segments(
-    program: Program, segments: Sequence[Sequence[range]], kind: str = ops.RECOMPUTE
+    program: Program,
+    segments: Sequence[Sequence[range]],
+    kind: str = ops.RECOMPUTE,
 ) -> Program:
     """Insert recomputation before the backward of each row's recomputed segments."""
     rows = []
@@ -90,7 +99,9 @@ def _with_segments(
             # recomputation.
             fresh = last == Op(ops.FORWARD, op.piece, op.index)
             if op.kind in ops.PROPAGATES and op.piece in top and not fresh:
-                before[i] = [Op(kind, piece, op.index) for piece in top[op.piece]]
+                before[i] = [
+                    Op(kind, piece, op.index) for piece in top[op.piece]
+                ]
             if op.kind in ops.COMPUTES:
                 last = op
         rows.append(_woven(row, before, {}))
@@ -107,7 +118,10 @@ def recompute_to_fit(
 
     `rest` applies the remaining passes, whose gathered weights and gradients count too.
     """
-    gain = [kept - input for kept, input in zip(sizes.kept, sizes.input, strict=True)]
+    gain = [
+        kept - input
+        for kept, input in zip(sizes.kept, sizes.input, strict=True)
+    ]
     left = []  # for each row, pieces not yet recomputed
     for row, homes in enumerate(program.homes):
         own = (p for p, home in homes.items() if home == row and gain[p] > 0)
@@ -116,7 +130,9 @@ def recompute_to_fit(
     while True:
         tried = _with_segments(program, chosen)
         all_peaks = enumerate(peaks(rest(tried), sizes))
-        over = [(row, peak) for row, peak in all_peaks if peak.total > limits[row]]
+        over = [
+            (row, peak) for row, peak in all_peaks if peak.total > limits[row]
+        ]
         if not over:
             return tried
         for row, peak in over:
@@ -142,10 +158,13 @@ def offload_activations(program: Program) -> Program:
         for i, op in enumerate(row):
             if op.kind != ops.FORWARD:
                 continue
-            if (op.piece, op.index) in again and not restarts(at, op.piece, op.index):
+            if (op.piece, op.index) in again and not restarts(
+                at, op.piece, op.index
+            ):
                 continue  # inside a recomputed segment nothing is kept
             uses = (
-                op._replace(kind=kind) for kind in (*ops.RECOMPUTES, *ops.PROPAGATES)
+                op._replace(kind=kind)
+                for kind in (*ops.RECOMPUTES, *ops.PROPAGATES)
             )
             use = min((turn[at[use]] for use in uses if use in at), default=0)
             if use - turn[i] < 3:
@@ -170,30 +189,39 @@ def overlap(
     without. `forward_first` says which one comes first in a pair, and requires
     different stages: in such a pipeline other pairs would wait for themselves.
     """
-    stage_of = {piece: number for number, stage in enumerate(stages) for piece in stage}
+    stage_of = {
+        piece: number for number, stage in enumerate(stages) for piece in stage
+    }
     into = {*experts, *(piece + 1 for piece in experts)}
     wanted = (
-        (ops.FORWARD, ops.BACKWARD) if forward_first else (ops.BACKWARD, ops.FORWARD)
+        (ops.FORWARD, ops.BACKWARD)
+        if forward_first
+        else (ops.BACKWARD, ops.FORWARD)
     )
     ways = dict.fromkeys(ops.COMPUTES, ops.BACKWARD)
     ways |= {kind: kind for kind in (ops.FORWARD, ops.WEIGHT_GRADIENT)}
     rows = []
     for row in program.rows:
-        alike = groupby(row, lambda op: (ways[op.kind], stage_of[op.piece], op.index))
+        alike = groupby(
+            row, lambda op: (ways[op.kind], stage_of[op.piece], op.index)
+        )
         runs = [(*key, list(run)) for key, run in alike]
         out: list[Op] = []
         while runs:
             way, stage, m, run = runs.pop(0)
             # Weight gradients between the two come later.
             later = next(
-                (i for i, x in enumerate(runs) if x[0] != ops.WEIGHT_GRADIENT), 0
+                (i for i, x in enumerate(runs) if x[0] != ops.WEIGHT_GRADIENT),
+                0,
             )
             other = runs[later] if runs else (ops.WEIGHT_GRADIENT, 0, 0, [])
             apart = stage != other[1] or not forward_first
             if (way, other[0]) == wanted and m != other[2] and apart:
                 beside = runs.pop(later)[3]
                 both = _travels(run, into), _travels(beside, into)
-                pairs: Iterable[tuple[list[Op], ...]] = zip_longest(*both, fillvalue=[])
+                pairs: Iterable[tuple[list[Op], ...]] = zip_longest(
+                    *both, fillvalue=[]
+                )
                 run = [op for pair in pairs for part in pair for op in part]
             out += run
         rows.append(out)
@@ -226,7 +254,9 @@ def exchange(program: Program, experts: Collection[int]) -> Program:
         for op in row:
             out.append(op)
             if op.kind == ops.FORWARD and op.piece + 1 in into:
-                kinds = [ops.COUNT_ROUTES] * (op.piece + 1 in experts) + [ops.EXCHANGE]
+                kinds = [ops.COUNT_ROUTES] * (op.piece + 1 in experts) + [
+                    ops.EXCHANGE
+                ]
                 out += [Op(kind, op.piece + 1, op.index) for kind in kinds]
             elif op.kind in ops.PROPAGATES and op.piece in into:
                 out.append(Op(ops.EXCHANGE_GRADIENT, op.piece, op.index))
@@ -271,7 +301,9 @@ def messages(program: Program) -> Program:
                 forward = op.kind == ops.FORWARD
                 to = op.piece + (1 if forward else -1)
                 if (target := homes.get(to, number)) != number:
-                    after[number][i] = [Op(ops.SEND, op.piece, op.index, op.kind, to)]
+                    after[number][i] = [
+                        Op(ops.SEND, op.piece, op.index, op.kind, to)
+                    ]
                     flows[target][number, forward].append(op)
     return program.with_rows(
         _woven(row, _receives(row, flows[n]) if n in flows else {}, after[n])
@@ -286,7 +318,9 @@ def _receives(
     before: dict[int, list[Op]] = defaultdict(list)
     computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
     entries = {
-        op.piece + (1 if up else -1) for (_, up), sent in flows.items() for op in sent
+        op.piece + (1 if up else -1)
+        for (_, up), sent in flows.items()
+        for op in sent
     }
     at = {op[:3]: i for i, op in enumerate(row) if op.piece in entries}
     for (_, forward), sent in flows.items():
@@ -297,8 +331,12 @@ def _receives(
             if kind is None:
                 continue  # `check` reports a value that is sent and never used
             again = () if forward else ops.RECOMPUTES
-            first = min(at[k, to, m] for k in (kind, *again) if (k, to, m) in at)
-            latest = min(latest, computes[max(0, bisect_left(computes, first) - 1)])
+            first = min(
+                at[k, to, m] for k in (kind, *again) if (k, to, m) in at
+            )
+            latest = min(
+                latest, computes[max(0, bisect_left(computes, first) - 1)]
+            )
             before[latest].insert(0, Op(ops.RECEIVE, to, m, kind, op.piece))
     return before
 
@@ -353,8 +391,12 @@ def agree_scales(program: Program, units: Collection[int]) -> Program:
         return program
     rows = []
     for row in program.rows:
-        gathered = dict.fromkeys(op.piece for op in row if op.kind == ops.GATHER)
-        first = [Op(ops.AGREE_SCALES, unit) for unit in gathered if unit in units]
+        gathered = dict.fromkeys(
+            op.piece for op in row if op.kind == ops.GATHER
+        )
+        first = [
+            Op(ops.AGREE_SCALES, unit) for unit in gathered if unit in units
+        ]
         rows.append([*first, *row])
     return program.with_rows(rows)
 
@@ -373,7 +415,9 @@ def _uses(
         for unit in units:
             if each and unit not in last:
                 stretch[unit] += 1
-            stretches.setdefault((unit, stretch[unit]), [i, i])[1] = i
+            key = (unit, stretch[unit])
+            ends = stretches.setdefault(key, [i, i])
+            ends[1] = i
         last = units
     uses = ((unit, a, b) for (unit, _), (a, b) in stretches.items())
     return sorted(uses, key=lambda use: use[1:])
@@ -403,14 +447,22 @@ def reduce(
                 for unit in program.trained(op.piece):
                     last[unit, op.index if each_microbatch else 0] = i
         for key, i in last.items():
-            ends = (n for n in range(i, len(row) - 1) if row[n + 1].kind != ops.SEND)
+            ends = (
+                n
+                for n in range(i, len(row) - 1)
+                if row[n + 1].kind != ops.SEND
+            )
             last[key] = next(ends, len(row) - 1)
         if at_end:
-            last = dict.fromkeys(sorted(last, key=last.__getitem__), len(row) - 1)
+            last = dict.fromkeys(
+                sorted(last, key=last.__getitem__), len(row) - 1
+            )
         sums: list[tuple[int, Op]] = []
         times: dict[int, int] = defaultdict(int)
-        for (unit, _), i in sorted(last.items(), key=lambda item: item[1]):
-            sums.append((i, Op(ops.REDUCE, unit, times[unit])))
+        in_order = sorted(last.items(), key=lambda item: item[1])
+        for (unit, _), i in in_order:
+            op = Op(ops.REDUCE, unit, times[unit])
+            sums.append((i, op))
             times[unit] += 1
         after: dict[int, list[Op]] = defaultdict(list)
         for (i, op), (later, _) in pairwise([*sums, *sums[-1:]]):
@@ -433,7 +485,9 @@ def tie(program: Program) -> Program:
         ):
             holders = {homes[piece] for piece in program.users(unit)}
             if len(holders) > 1 and number in holders:
-                sums = [n for n, op in enumerate(row) if op.kind in ops.REDUCTIONS]
+                sums = [
+                    n for n, op in enumerate(row) if op.kind in ops.REDUCTIONS
+                ]
                 last = max(n for n in sums if row[n].piece == unit)
                 after[last] = [Op(ops.TIE, unit)]
         rows.append(_woven(row, {}, after))
@@ -470,7 +524,9 @@ def matrices(program: Program, units: Collection[int]) -> Program:
     rows = []
     for row in program.rows:
         updates = [
-            i for i, op in enumerate(row) if op.kind == ops.UPDATE and op.piece in units
+            i
+            for i, op in enumerate(row)
+            if op.kind == ops.UPDATE and op.piece in units
         ]
         agreements = (i for i, op in enumerate(row) if op.kind == ops.AGREE)
         agreed = next(agreements, len(row))
@@ -503,12 +559,16 @@ def finish(program: Program, *, agree: bool) -> Program:
         firsts = {op[:2]: op for op in reversed(row[:begin])}
         short.append((*firsts.values(), *row[begin:]))
     few = program.with_rows(short)
-    for number, (row, begin) in enumerate(zip(program.rows, begins, strict=True)):
+    for number, (row, begin) in enumerate(
+        zip(program.rows, begins, strict=True)
+    ):
         last = {op.piece: i for i, op in enumerate(row) if op.kind in sums}
         updated = [row[i] for i in sorted(last.values())]
         updates = {op: Op(ops.UPDATE, op.piece) for op in updated}
         if agree:
-            rows.append([Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()])
+            rows.append(
+                [Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()]
+            )
             continue
         out, state = [Op(ops.COUNT), *row[:begin]], State(few, number)
         left = len(row) - begin

@@ -27,7 +27,9 @@ _WRITTEN = {  # (piece)(kind)(microbatch or count)
     ops.STEP: re.compile(rf"()([A-Za-z])(?:#({_N}))?"),
 }
 _TRAVELS = "".join((ops.FORWARD, *ops.PROPAGATES))
-_MESSAGE = re.compile(rf"({_N})([{_TRAVELS}])({_N})([{''.join(ops.MESSAGES)}])({_N})")
+_MESSAGE = re.compile(
+    rf"({_N})([{_TRAVELS}])({_N})([{''.join(ops.MESSAGES)}])({_N})"
+)
 
 
 class ProgramError(ValueError):
@@ -92,7 +94,11 @@ class Op(NamedTuple):
     def parse(cls, word: str) -> Op:
         for on, pattern in _WRITTEN.items():
             match = pattern.fullmatch(word)
-            if match and match[2] in ops.KINDS and ops.KINDS[match[2]].on == on:
+            if (
+                match
+                and match[2] in ops.KINDS
+                and ops.KINDS[match[2]].on == on
+            ):
                 return cls(match[2], int(match[1] or -1), int(match[3] or 0))
         if match := _MESSAGE.fullmatch(word):
             kind, of = match[4], match[2]
@@ -122,7 +128,8 @@ class Program:
     def __post_init__(self) -> None:
         if not self.owner:
             by_stage = tuple(
-                self.mesh.coordinates(r).get("pp", 0) for r in range(self.mesh.size)
+                self.mesh.coordinates(r).get("pp", 0)
+                for r in range(self.mesh.size)
             )
             object.__setattr__(self, "owner", by_stage)
         used, count = sorted(set(self.owner)), len(self.rows)
@@ -167,10 +174,13 @@ class Program:
         pipeline has its own.
         """
         holds = [
-            {op.piece for op in row if op.kind == ops.FORWARD} for row in self.rows
+            {op.piece for op in row if op.kind == ops.FORWARD}
+            for row in self.rows
         ]
         lines = [self.line(row) for row in range(len(self.rows))]
-        homes = {line: {p: r for r in line for p in holds[r]} for line in lines}
+        homes = {
+            line: {p: r for r in line for p in holds[r]} for line in lines
+        }
         return tuple(homes[line] for line in lines)
 
     def line(self, row: int) -> tuple[int, ...]:
@@ -180,7 +190,9 @@ class Program:
     @cached_property
     def host(self) -> dict[int, int]:
         """The row that holds each piece, in the first pipeline that does."""
-        return {p: r for homes in reversed(self.homes) for p, r in homes.items()}
+        return {
+            p: r for homes in reversed(self.homes) for p, r in homes.items()
+        }
 
     @cached_property
     def pieces(self) -> int:
@@ -188,13 +200,17 @@ class Program:
 
     @cached_property
     def microbatches(self) -> int:
-        forwards = (op for row in self.rows for op in row if op.kind == ops.FORWARD)
+        forwards = (
+            op for row in self.rows for op in row if op.kind == ops.FORWARD
+        )
         return 1 + max((op.index for op in forwards), default=-1)
 
     @cached_property
     def replicated(self) -> bool:
         """True if gradients are reduced over shards, then over replicas (HSDP)."""
-        return any(op.kind == ops.REDUCE_REPLICAS for row in self.rows for op in row)
+        return any(
+            op.kind == ops.REDUCE_REPLICAS for row in self.rows for op in row
+        )
 
     def units(self, piece: int) -> tuple[int, ...]:
         """The units whose weights a piece uses: its own, and a tied one."""
@@ -203,12 +219,19 @@ class Program:
     def trained(self, piece: int) -> tuple[int, ...]:
         """The piece's units that have a gradient."""
         units = self.units(piece)
-        return tuple(u for u in units if u not in self.frozen) if self.frozen else units
+        return (
+            tuple(u for u in units if u not in self.frozen)
+            if self.frozen
+            else units
+        )
 
     @cached_property
     def _units(self) -> dict[int, tuple[int, ...]]:
         users = dict.fromkeys(user for user, _ in self.tied)
-        return {p: (p, *(unit for user, unit in self.tied if user == p)) for p in users}
+        return {
+            p: (p, *(unit for user, unit in self.tied if user == p))
+            for p in users
+        }
 
     def users(self, unit: int) -> tuple[int, ...]:
         """The pieces that use a unit's weights."""
@@ -217,11 +240,15 @@ class Program:
     def __str__(self) -> str:
         lines = [_HEADER, f"mesh {self.mesh}".rstrip()]
         lines += [f"tied {piece}:{unit}" for piece, unit in self.tied]
-        lines += [f"frozen {' '.join(map(str, self.frozen))}"] * bool(self.frozen)
+        lines += [f"frozen {' '.join(map(str, self.frozen))}"] * bool(
+            self.frozen
+        )
         for number, row in enumerate(self.rows):
             lines.append(f"ranks {','.join(map(str, self.ranks(number)))}:")
             words = " ".join(map(str, row))
-            lines += ["  " + part for part in re.findall(r"\S.{0,96}(?!\S)", words)]
+            lines += [
+                "  " + part for part in re.findall(r"\S.{0,96}(?!\S)", words)
+            ]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -234,7 +261,9 @@ class Program:
                 if line and (number > 1 or line != _HEADER):
                     reading.read(line)
             except (LayoutError, ProgramError) as error:
-                raise ProgramError(f"{source}, line {number}: {error}") from None
+                raise ProgramError(
+                    f"{source}, line {number}: {error}"
+                ) from None
         mesh, owner = reading.mesh, reading.owner
         if missing := sorted(set(range(mesh.size)) ^ set(owner)):
             shown = ", ".join(map(str, missing[:8]))
@@ -245,7 +274,9 @@ class Program:
             )
         rows = tuple(map(tuple, reading.rows))
         of_ranks = tuple(owner[rank] for rank in range(mesh.size))
-        return cls(rows, mesh, of_ranks, tuple(reading.tied), tuple(reading.frozen))
+        return cls(
+            rows, mesh, of_ranks, tuple(reading.tied), tuple(reading.frozen)
+        )
 
 
 class _Reading:
@@ -276,7 +307,9 @@ class _Reading:
             self.frozen += map(int, rest.split())
         elif word == "ranks":
             names, colon, words = rest.partition(":")
-            if not colon or not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", names):
+            if not colon or not re.fullmatch(
+                r"[0-9]{1,6}(,[0-9]{1,6})*", names
+            ):
                 raise ProgramError(
                     f"{line[:40]!r}: write 'ranks 0,1: ' and their operations."
                 )
@@ -291,6 +324,8 @@ class _Reading:
             what = "is none of 'mesh', 'tied', 'frozen' and 'ranks 0,1: ...'."
             raise ProgramError(f"{line[:40]!r} {what}")
         elif not self.rows:
-            raise ProgramError("operations come before the first 'ranks 0,1:' line.")
+            raise ProgramError(
+                "operations come before the first 'ranks 0,1:' line."
+            )
         else:
             self.rows[-1] += map(Op.parse, line.split())

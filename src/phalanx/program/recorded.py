@@ -41,7 +41,9 @@ class Recorded:
     def parse(cls, text: str) -> Recorded:
         """Parse the file of a measured step, or raise an error with the reason."""
         data = parse_json(text, "the recorded step", ProgramError)
-        if data.get("phalanx run") != 1 or not isinstance(data.get("program"), str):
+        if data.get("phalanx run") != 1 or not isinstance(
+            data.get("program"), str
+        ):
             what = "JSON with 'phalanx run': 1, a program and spans"
             raise ProgramError(f"this is not the file of a run: {what}.")
         program = Program.parse(data["program"], "the run's program")
@@ -60,7 +62,9 @@ class Recorded:
         odd += [str(s.op) for s in timeline.spans if s.op not in known]
         odd += ["no spans"] * (not timeline.spans)
         if odd:
-            raise ProgramError(f"the run's spans and its program disagree: {odd[0]}.")
+            raise ProgramError(
+                f"the run's spans and its program disagree: {odd[0]}."
+            )
         return cls(program, timeline)
 
     def costs(self) -> Costs:
@@ -79,10 +83,13 @@ class Recorded:
             if span.op.kind != SEND:
                 seen[key].append(span.end - span.start)
         times = {
-            key: median(x) if key[0] in _BUSY else min(x) for key, x in seen.items()
+            key: median(x) if key[0] in _BUSY else min(x)
+            for key, x in seen.items()
         }
         kinds = {"send": times.pop((RECEIVE, -1), 0.0)}
-        kinds |= {kind: time for (kind, piece), time in times.items() if piece < 0}
+        kinds |= {
+            kind: time for (kind, piece), time in times.items() if piece < 0
+        }
         exceptions = {key: time for key, time in times.items() if key[1] >= 0}
         return Costs(kinds, exceptions)
 
@@ -115,13 +122,18 @@ class Recorded:
         """All spans; both ends of a message are clipped to its transfer time."""
         sent = (s for s in self.timeline.spans if s.op.of)
         ends = {
-            (s.op.kind, self._line(s.rank), s.op._replace(kind="")): s for s in sent
+            (s.op.kind, self._line(s.rank), s.op._replace(kind="")): s
+            for s in sent
         }
         spans = []
         for s in self.timeline.spans:
             far = s.op._replace(kind="", piece=s.op.peer, peer=s.op.piece)
             other = ends.get(
-                (SEND if s.op.kind == RECEIVE else RECEIVE, self._line(s.rank), far)
+                (
+                    SEND if s.op.kind == RECEIVE else RECEIVE,
+                    self._line(s.rank),
+                    far,
+                )
             )
             if other and s.op.kind == SEND:
                 s = s._replace(end=max(s.start, min(s.end, other.end)))
@@ -134,5 +146,7 @@ class Recorded:
         """A rank's coordinates except pp: messages stay among ranks that share them."""
         at = self.program.mesh.coordinates(rank)
         return tuple(
-            at[axis.name] for axis in self.program.mesh.axes if axis.name != "pp"
+            at[axis.name]
+            for axis in self.program.mesh.axes
+            if axis.name != "pp"
         )

@@ -62,7 +62,9 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Rows:
     return [[Op(k, r, m) for k in _WHOLE for m in ms] for r in range(stages)]
 
 
-def f1b(stages: int, microbatches: int, chunks: int = 1, depth: int = 1) -> Rows:
+def f1b(
+    stages: int, microbatches: int, chunks: int = 1, depth: int = 1
+) -> Rows:
     """One forward, one backward (Narayanan et al. 2019): rank r holds min(m, P - r)
     microbatches.
 
@@ -74,7 +76,11 @@ def f1b(stages: int, microbatches: int, chunks: int = 1, depth: int = 1) -> Rows
             [Op(k, r, m) for m in range(microbatches)] for k in _WHOLE
         )
         rows.append(
-            weave(forwards, backwards, min(depth * (stages - r - 1), microbatches))
+            weave(
+                forwards,
+                backwards,
+                min(depth * (stages - r - 1), microbatches),
+            )
         )
     return rows
 
@@ -94,10 +100,16 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
     for r in range(stages):
         held = [c * stages + r for c in range(chunks)]
         forwards = [
-            Op(FORWARD, stage, m) for ms in rounds for stage in held for m in ms
+            Op(FORWARD, stage, m)
+            for ms in rounds
+            for stage in held
+            for m in ms
         ]
         backwards = [
-            Op(BACKWARD, stage, m) for ms in rounds for stage in held[::-1] for m in ms
+            Op(BACKWARD, stage, m)
+            for ms in rounds
+            for stage in held[::-1]
+            for m in ms
         ]
         warmup = (chunks - 1) * longest + 2 * (stages - r - 1)
         rows.append(weave(forwards, backwards, min(warmup, len(forwards))))
@@ -108,7 +120,9 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Rows:
     """1F1B with W delayed by r on rank r: less bubble at 1F1B's memory (Qi et al.
     2023).
     """
-    return [split(row, lag=r) for r, row in enumerate(f1b(stages, microbatches))]
+    return [
+        split(row, lag=r) for r, row in enumerate(f1b(stages, microbatches))
+    ]
 
 
 def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Rows:
@@ -126,7 +140,10 @@ def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
     """
     # The V is timed for at least 2P - 1 microbatches. With fewer, take the part of it
     # that exists.
-    full = (_v_row(stages, max(microbatches, 2 * stages - 1), r) for r in range(stages))
+    full = (
+        _v_row(stages, max(microbatches, 2 * stages - 1), r)
+        for r in range(stages)
+    )
     return [[op for op in row if op.index < microbatches] for row in full]
 
 
@@ -170,14 +187,19 @@ def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
 
     DeepSeek-AI 2024, half of DualPipe: with experts, each hides the other's messages.
     """
-    full = (_dual_row(stages, max(microbatches, 2 * stages), r) for r in range(stages))
+    full = (
+        _dual_row(stages, max(microbatches, 2 * stages), r)
+        for r in range(stages)
+    )
     return [[op for op in row if op.index < microbatches] for row in full]
 
 
 def _dual_row(stages: int, microbatches: int, r: int) -> list[Op]:
     down, up, rest = r, 2 * stages - 1 - r, stages - 1 - r
     out: list[Op] = []
-    pending: list[Op] = []  # weight gradients for the end, where ranks would be idle
+    pending: list[
+        Op
+    ] = []  # weight gradients for the end, where ranks would be idle
     done = {(k, s): 0 for k in _SPLIT for s in (down, up)}
 
     def put(kind: str, stage: int) -> None:
@@ -186,7 +208,9 @@ def _dual_row(stages: int, microbatches: int, r: int) -> list[Op]:
 
     def back(stage: int, *, later: bool = False) -> None:
         put(INPUT_GRADIENT, stage)
-        (pending if later else out).append(out[-1]._replace(kind=WEIGHT_GRADIENT))
+        (pending if later else out).append(
+            out[-1]._replace(kind=WEIGHT_GRADIENT)
+        )
 
     for _ in range(2 * rest):
         put(FORWARD, down)
@@ -233,7 +257,9 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Program:
+def schedule(
+    name: str, stages: int, microbatches: int, chunks: int = 1
+) -> Program:
     """The compute operations of a named schedule, or of a user's `file.py:function`."""
     for what, number in (
         ("stages", stages),
@@ -241,7 +267,9 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
         ("chunks", chunks),
     ):
         if number < 1:
-            raise ProgramError(f"{what} is {number}; a schedule needs 1 or more.")
+            raise ProgramError(
+                f"{what} is {number}; a schedule needs 1 or more."
+            )
     path, attribute = split_name(name)
     if name not in SCHEDULES and not path:
         raise ProgramError(
@@ -261,7 +289,9 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
 def refuse_own(layout: Layout) -> None:
     """Refuse a custom schedule that does not order one training step; runs its file."""
     if names_source(layout.schedule):
-        schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+        schedule(
+            layout.schedule, layout.pp, layout.microbatches, layout.chunks
+        )
 
 
 def refuse_vast(forwards: int) -> None:
@@ -282,7 +312,9 @@ def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:
             if kind.least == kind.most
             else f"{kind.least} to {kind.most}"
         )
-        raise ProgramError(f"{name} takes {span} chunks a stage, not {chunks}.")
+        raise ProgramError(
+            f"{name} takes {span} chunks a stage, not {chunks}."
+        )
     if not kind.pipelined and stages > 1:
         other = f"write {ONE_F_ONE_B}, or another schedule"
         raise ProgramError(f"{name} is for one stage, not {stages}; {other}.")

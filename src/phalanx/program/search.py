@@ -11,7 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ..layout.choices import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZB_H2, ZB_V, traits
+from ..layout.choices import (
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    ZB_H1,
+    ZB_H2,
+    ZB_V,
+    traits,
+)
 from . import ops
 from .check import held
 from .passes import messages
@@ -39,18 +47,30 @@ def search(
     forward until the weight gradient.
     """
     most = list(limits or [microbatches] * stages)
-    ended = filter(None, _candidates(stages, microbatches, chunks, costs, most))
-    slack = ((x, min(n - h for n, h in zip(most, held(x), strict=True))) for x in ended)
+    ended = filter(
+        None, _candidates(stages, microbatches, chunks, costs, most)
+    )
+    slack = (
+        (x, min(n - h for n, h in zip(most, held(x), strict=True)))
+        for x in ended
+    )
     fitting = [program for program, left in slack if left >= -1e-9]
     if not fitting:
         what = f"no order of {stages} stages and {microbatches} microbatches fits in the memory"
         why = "every rank must hold at least 1 microbatch"
         raise ProgramError(f"{what} limits {most}: {why}.")
-    return min(fitting, key=lambda program: simulate(messages(program), costs).makespan)
+    return min(
+        fitting,
+        key=lambda program: simulate(messages(program), costs).makespan,
+    )
 
 
 def _candidates(
-    stages: int, microbatches: int, chunks: int, costs: Costs, most: list[float]
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    costs: Costs,
+    most: list[float],
 ) -> Iterator[Program | None]:
     for name in _BESIDE:
         if traits(name).least <= chunks <= traits(name).most:
@@ -88,12 +108,15 @@ class _Listing:
 
     def row(self, stage: int) -> int:
         turn, r = divmod(stage, self.stages)
-        return self.stages - 1 - r if self.chunks_go == "fold" and turn % 2 else r
+        return (
+            self.stages - 1 - r if self.chunks_go == "fold" and turn % 2 else r
+        )
 
     def run(self) -> Program | None:
         n = self.stages * self.chunks
         self.mine = [
-            [s for s in range(n) if self.row(s) == r] for r in range(self.stages)
+            [s for s in range(n) if self.row(s) == r]
+            for r in range(self.stages)
         ]
         rows: list[list[Op]] = [[] for _ in range(self.stages)]
         self.next = {(k, s): 0 for k in _KINDS for s in range(n)}
@@ -170,7 +193,9 @@ class _Listing:
         if op.kind == ops.FORWARD:
             self.used[r] += 1 / self.chunks
             turn = Op(ops.INPUT_GRADIENT, last, op.index)
-            following = [op._replace(piece=op.piece + 1) if op.piece < last else turn]
+            following = [
+                op._replace(piece=op.piece + 1) if op.piece < last else turn
+            ]
         elif op.kind == ops.INPUT_GRADIENT:
             following = [Op(ops.WEIGHT_GRADIENT, op.piece, op.index)]
             following += [Op(ops.INPUT_GRADIENT, op.piece - 1, op.index)] * (
@@ -181,7 +206,9 @@ class _Listing:
             following = []
         for later in following:
             there = self.row(later.piece)
-            at = end + (self.costs.kinds.get("send", 0.0) if there != r else 0.0)
+            at = end + (
+                self.costs.kinds.get("send", 0.0) if there != r else 0.0
+            )
             self.ready[later] = at
             wake.append((there, max(at, self.free[there])))
         return wake

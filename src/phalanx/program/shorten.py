@@ -43,7 +43,11 @@ class Short(NamedTuple):
         # for each row: the operations examined so far, and those to examine
         done, reach = first[:-1], list(map(add, first, least))
         while done != reach:
-            todo = [i for a, b in zip(done, reach, strict=True) for i in range(a, b)]
+            todo = [
+                i
+                for a, b in zip(done, reach, strict=True)
+                for i in range(a, b)
+            ]
             done = [*reach]
             for event in {made.event[j] for i in todo for j in made.before[i]}:
                 for i in made.events[event]:
@@ -52,7 +56,9 @@ class Short(NamedTuple):
         points = zip(map(sub, reach, first), self.windows, strict=True)
         return all(point <= end for point, (_, end, _) in points)
 
-    def of_whole(self, peaks: Sequence[Peak], program: Program) -> tuple[Peak, ...]:
+    def of_whole(
+        self, peaks: Sequence[Peak], program: Program
+    ) -> tuple[Peak, ...]:
         """Translate peaks of the shortened program to the whole; memory is the same."""
 
         def named(row: int, op: Op) -> Op:
@@ -73,14 +79,18 @@ def shortened(program: Program) -> Short | None:
         found = [each for each in windows if each]
         left = LEFT if period == 1 else LEFT_LONG
         gone = min(map(_count, found), default=0) - left
-        if len(found) < len(windows) or 3 * gone * period < program.microbatches:
+        if (
+            len(found) < len(windows)
+            or 3 * gone * period < program.microbatches
+        ):
             continue
         rows = []
         for row, (start, _, length) in zip(program.rows, found, strict=True):
             at, by = start + length, gone * period
             rest = row[at + gone * length :]
             moved = (
-                op._replace(index=op.index - by) if _numbered(op) else op for op in rest
+                op._replace(index=op.index - by) if _numbered(op) else op
+                for op in rest
             )
             rows.append((*row[:at], *moved))
         kept = [(a, b - gone * n, n) for a, b, n in found]
@@ -102,7 +112,9 @@ def _numbered(op: Op) -> bool:
 def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
     """The windows around the middle of a row, of `period` microbatches each, or None."""
     numbers, kinds = list(map(itemgetter(2), row)), list(map(_KIND, row))
-    known = {kind for kind in set(kinds) if kind[2] or kind[0] in ops.ON_MICROBATCH}
+    known = {
+        kind for kind in set(kinds) if kind[2] or kind[0] in ops.ON_MICROBATCH
+    }
     length = len(known) * period
     again = map(eq, kinds[length:], kinds)
     later = map(period.__eq__, map(sub, numbers[length:], numbers))
@@ -111,7 +123,11 @@ def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
     start, end = same.rfind(0, 0, middle) + 1, same.find(0, middle)
     end = (len(same) if end < 0 else end) + length
     each = Counter(kinds[start : start + length])
-    whole = known and end - start >= 2 * length and each == dict.fromkeys(known, period)
+    whole = (
+        known
+        and end - start >= 2 * length
+        and each == dict.fromkeys(known, period)
+    )
     return (start, end, length) if whole else None
 
 

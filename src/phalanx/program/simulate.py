@@ -41,7 +41,9 @@ class Costs:
             # end.
             return self.pieces.get((ops.RECEIVE, op.piece), 0.0)
         time = self._time(kind, op.piece)
-        return time * self.ranks.get(rank, 1.0) if kind in ops.COMPUTES else time
+        return (
+            time * self.ranks.get(rank, 1.0) if kind in ops.COMPUTES else time
+        )
 
     def _time(self, kind: str, piece: int) -> float:
         """The time given for this piece, whole or in parts; otherwise its kind's time."""
@@ -57,9 +59,15 @@ class Costs:
     def _find(self, kind: str, piece: int) -> float:
         if kind == ops.SEND:
             return self.kinds.get("send", 0.0)
-        given = {k for k in (ops.FORWARD, *ops.BACKWARDS) if (k, piece) in self.pieces}
+        given = {
+            k
+            for k in (ops.FORWARD, *ops.BACKWARDS)
+            if (k, piece) in self.pieces
+        }
         if parts := _parts(kind, given):
-            return sum(part * self._time(k, piece) for k, part in parts.items())
+            return sum(
+                part * self._time(k, piece) for k, part in parts.items()
+            )
         parts = _parts(kind, self.kinds.keys())
         time = sum(part * self.kinds.get(k, 0.0) for k, part in parts.items())
         return time * (self.share.get(piece, 1.0) if piece >= 0 else 1.0)
@@ -73,7 +81,11 @@ def _parts(kind: str, known: Collection[str]) -> dict[str, float]:
         return dict.fromkeys(_HALVES, 1.0)
     if kind in _HALVES and ops.BACKWARD in known:
         return {ops.BACKWARD: 0.5}
-    return {ops.FORWARD: 1.0} if kind == ops.RECOMPUTE and ops.FORWARD in known else {}
+    return (
+        {ops.FORWARD: 1.0}
+        if kind == ops.RECOMPUTE and ops.FORWARD in known
+        else {}
+    )
 
 
 class Compiled(NamedTuple):
@@ -92,7 +104,10 @@ class Compiled(NamedTuple):
 
     def prices(self, costs: Costs) -> list[float]:
         """The seconds of each entry of `priced`."""
-        return [max(costs.of(op, rank) for rank, op in each) for each in self.priced]
+        return [
+            max(costs.of(op, rank) for rank, op in each)
+            for each in self.priced
+        ]
 
 
 @uncollected()
@@ -130,7 +145,9 @@ def compiled(
     for n, event in enumerate(order):
         place[event] = n
     known: dict[object, int] = {}
-    result = Compiled(program, made, [], place, [], [], [[] for _ in program.rows])
+    result = Compiled(
+        program, made, [], place, [], [], [[] for _ in program.rows]
+    )
     before, price, priced = result.before, result.price, result.priced
     at = [place[event] for event in made.event]
     for event in order:
@@ -141,17 +158,24 @@ def compiled(
             i = members[0]
             waits = made.before[i]
             before.append(
-                (at[waits[0]],) if len(waits) == 1 else tuple({at[j] for j in waits})
+                (at[waits[0]],)
+                if len(waits) == 1
+                else tuple({at[j] for j in waits})
             )
             row, op = made.ops[i]
             key = row, op.kind, op.piece
         else:
-            before.append(tuple({at[j] for i in members for j in made.before[i]}))
+            before.append(
+                tuple({at[j] for i in members for j in made.before[i]})
+            )
             key = tuple((made.ops[i][0], *made.ops[i][1][:2]) for i in members)
         number = known.setdefault(key, len(priced))
         if number == len(priced):
             priced.append(
-                tuple((first[row], op) for row, op in (made.ops[i] for i in members))
+                tuple(
+                    (first[row], op)
+                    for row, op in (made.ops[i] for i in members)
+                )
             )
         price.append(number)
     for i, (row, op) in enumerate(made.ops):
@@ -238,11 +262,15 @@ def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
     ends = {
         op.index: place[i]
         for i, (_, op) in enumerate(graph.ops)
-        if op.piece == 0 and op.kind in ops.PROPAGATES and op.index in (first, last)
+        if op.piece == 0
+        and op.kind in ops.PROPAGATES
+        and op.index in (first, last)
     }
     if first < 0 or len(ends) < 2:
         return None
-    before, after = (_cut(made, place, ends[index], index) for index in (first, last))
+    before, after = (
+        _cut(made, place, ends[index], index) for index in (first, last)
+    )
     if before[:2] != after[:2]:
         return None
     flags = zip(before[3], after[3], strict=True)
@@ -287,7 +315,14 @@ def _cut(
     def key(i: int) -> _Key:
         row, (kind, piece, number, of, peer) = graph_ops[i]
         since = counts[row, kind, piece] if kind in ops.ON_UNIT else index
-        return row, kind, piece, of, peer, number - since * (kind not in ops.ON_STEP)
+        return (
+            row,
+            kind,
+            piece,
+            of,
+            peer,
+            number - since * (kind not in ops.ON_STEP),
+        )
 
     waited = {
         j
@@ -331,7 +366,9 @@ def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
     most = longer + 1e-12 * max(ends)
     pairs = zip(part.before, part.after, strict=True)
     return (
-        longer if a == b and all(ends[y] - ends[x] <= most for x, y in pairs) else 0.0
+        longer
+        if a == b and all(ends[y] - ends[x] <= most for x, y in pairs)
+        else 0.0
     )
 
 
@@ -356,7 +393,10 @@ def simulate(
 
 
 def timeline(
-    made: Compiled, starts: list[float], ends: list[float], sizes: Sizes | None = None
+    made: Compiled,
+    starts: list[float],
+    ends: list[float],
+    sizes: Sizes | None = None,
 ) -> Timeline:
     """The timeline of all operations, from their events' times."""
     program, graph = made.program, made.graph
@@ -364,9 +404,12 @@ def timeline(
     at = [made.place[event] for event in graph.event]
     rows = zip(graph.ops, graph.lanes, at, strict=True)
     spans = tuple(
-        Span(first[row], lane, op, starts[n], ends[n]) for (row, op), lane, n in rows
+        Span(first[row], lane, op, starts[n], ends[n])
+        for (row, op), lane, n in rows
     )
-    return Timeline(spans, memory_over(program, sizes, spans) if sizes else None)
+    return Timeline(
+        spans, memory_over(program, sizes, spans) if sizes else None
+    )
 
 
 def memory_over(
@@ -380,7 +423,9 @@ def memory_over(
         began = ended = 0.0
         for op, takes, gives in changes(program, sizes, row):
             if op:
-                began, ended = times.get((program.owner.index(row), op), (ended, ended))
+                began, ended = times.get(
+                    (program.owner.index(row), op), (ended, ended)
+                )
             steps += [(began, 1, kind, amount) for kind, amount in takes]
             steps += [(ended, 0, kind, -amount) for kind, amount in gives]
         now: dict[str, float] = {}
@@ -404,10 +449,16 @@ def repeat(program: Program, steps: int) -> Program:
         by_index = sorted(row, key=lambda op: op.index)
         times = {op[:2]: 1 + op.index for op in by_index}
         times |= {
-            op[:2]: program.microbatches for op in row if op.kind in of_microbatches
+            op[:2]: program.microbatches
+            for op in row
+            if op.kind in of_microbatches
         }
         each = [(op, op.index, times[op[:2]]) for op in row]
         rows.append(
-            [op._replace(index=i + n * by) for n in range(steps) for op, i, by in each]
+            [
+                op._replace(index=i + n * by)
+                for n in range(steps)
+                for op, i, by in each
+            ]
         )
     return program.with_rows(rows)

@@ -38,13 +38,18 @@ INPUT = "input"  # what is kept of a segment that will be recomputed
 WORKING = "working"  # needed only while the operation runs
 WHOLE = "whole"  # a unit's whole gradient, to which contributions are added
 PART = "part"  # the shard of it that remains after its reduction
-SENT, RECEIVED = "sent", "received"  # a message; its piece is the lower of its two ends
+SENT, RECEIVED = (
+    "sent",
+    "received",
+)  # a message; its piece is the lower of its two ends
 MATRICES = "matrices"  # on their way to owners and back
 
 
 def recomputed(row: Iterable[Op]) -> dict[tuple[int, int], Op]:
     """The recomputations of a row, by piece and microbatch."""
-    return {(op.piece, op.index): op for op in row if op.kind in ops.RECOMPUTES}
+    return {
+        (op.piece, op.index): op for op in row if op.kind in ops.RECOMPUTES
+    }
 
 
 def restarts(at: Mapping[Any, int], piece: int, index: int) -> bool:
@@ -62,10 +67,14 @@ def restarts(at: Mapping[Any, int], piece: int, index: int) -> bool:
         return again is not None
     # An input that another operation brought is kept, because it is not brought a
     # second time.
-    return any((kind, piece, index, *_NO_MESSAGE) in at for kind in ops.BRINGS_VALUE)
+    return any(
+        (kind, piece, index, *_NO_MESSAGE) in at for kind in ops.BRINGS_VALUE
+    )
 
 
-Needs = list[Op | str]  # operations of the rank, and descriptions of what is missing
+Needs = list[
+    Op | str
+]  # operations of the rank, and descriptions of what is missing
 Changes = tuple[Change, ...]
 
 
@@ -92,9 +101,17 @@ class State:
     def __init__(
         self, program: Program, number: int, *, in_place: bool = False
     ) -> None:
-        self.program, self.ops, self.in_place = program, program.rows[number], in_place
+        self.program, self.ops, self.in_place = (
+            program,
+            program.rows[number],
+            in_place,
+        )
         self.at = dict(
-            zip(reversed(self.ops), range(len(self.ops) - 1, -1, -1), strict=True)
+            zip(
+                reversed(self.ops),
+                range(len(self.ops) - 1, -1, -1),
+                strict=True,
+            )
         )
         self.named = {op[:3]: op for op in self.ops if not op.of}
         self.again = recomputed(self.ops)
@@ -110,7 +127,9 @@ class State:
         }
         self.entries = {op.piece for op in received}
         # The pieces whose backward needs summed choices.
-        self.chooses = {op.piece for op in self.ops if op.kind == ops.SUM_CHOICES}
+        self.chooses = {
+            op.piece for op in self.ops if op.kind == ops.SUM_CHOICES
+        }
         # Activations by (piece, microbatch): ops.KEPT, ops.SELECTED, INPUT or
         # ops.FACTORS.
         self.kept: dict[tuple[int, int], str] = {}
@@ -122,16 +141,22 @@ class State:
         self.stale: set[int] = set()  # updated since they were gathered
         self.updated: dict[int, Op] = {}
         # Units whose gathers need scales, and their agreements since the last update.
-        self.narrow = {op.piece for op in self.ops if op.kind == ops.AGREE_SCALES}
+        self.narrow = {
+            op.piece for op in self.ops if op.kind == ops.AGREE_SCALES
+        }
         self.scaled: dict[int, Op] = {}
         self.updates: Counter[int] = Counter()  # in this step
         # Gradients by unit.
-        self.open: dict[int, list[Op]] = {}  # contributions in the whole buffer
+        self.open: dict[
+            int, list[Op]
+        ] = {}  # contributions in the whole buffer
         # Reductions that nothing has waited for, in order.
         self.under_way: dict[Op, None] = {}
         # Reductions whose gradient has not begun.
         self.unbegun = sum(op.kind == ops.REDUCE for op in self.ops)
-        self.reduced: dict[int, Op] = {}  # each unit's last reduction since its update
+        self.reduced: dict[
+            int, Op
+        ] = {}  # each unit's last reduction since its update
         self.arrived: set[int] = set()  # units whose reduction was waited for
         # units whose finished sums were added: no further sum may follow
         self.tied: set[int] = set()
@@ -192,7 +217,10 @@ class State:
         if kind == ops.RELOAD:
             return lambda op: [one(op, ops.OFFLOAD)]
         if kind == ops.EXCHANGE:
-            return lambda op: [*self._handed_on(op.piece, op.index), self._routes(op)]
+            return lambda op: [
+                *self._handed_on(op.piece, op.index),
+                self._routes(op),
+            ]
         if kind in ops.BRINGS_VALUE or kind == ops.COUNT_ROUTES:
             return lambda op: self._handed_on(op.piece, op.index)
         if kind in ops.BRINGS_GRADIENT:
@@ -234,7 +262,9 @@ class State:
         if ops.REDUCED in takes:
             return [self._complete(unit)]
         if ops.WEIGHTS in takes:
-            return [self.gathered.get(unit, f"a gather of unit {unit} before it")]
+            return [
+                self.gathered.get(unit, f"a gather of unit {unit} before it")
+            ]
         needs: Needs = []
         if ops.HOME in takes and unit in self.updated:
             needs.append(self.updated[unit])
@@ -260,9 +290,15 @@ class State:
         the lane is full.
         """
         others = [other for other in self.under_way if other.kind == op.kind]
-        oldest = others[: max(0, len(others) - IN_FLIGHT + 1)] if self.unbegun else []
+        oldest = (
+            others[: max(0, len(others) - IN_FLIGHT + 1)]
+            if self.unbegun
+            else []
+        )
         yield from (
-            other for other in others if other.piece == op.piece or other in oldest
+            other
+            for other in others
+            if other.piece == op.piece or other in oldest
         )
 
     def _complete(self, unit: int) -> Op | str:
@@ -270,7 +306,9 @@ class State:
         last = self.reduced.get(unit)
         if last and not (self.program.replicated and last.kind == ops.REDUCE):
             return last
-        over_all = ops.REDUCE_REPLICAS if self.program.replicated else ops.REDUCE
+        over_all = (
+            ops.REDUCE_REPLICAS if self.program.replicated else ops.REDUCE
+        )
         return f"the sum {Op(over_all, unit)} before it"
 
     def _for_update(self, unit: int) -> Needs:
@@ -278,7 +316,9 @@ class State:
         if ops.AGREE in self.has:
             # A sum after the agreement invalidates it: ranks would apply another
             # gradient than agreed on.
-            needs.append(self.agreed or f"{ops.AGREE} before it, after every sum")
+            needs.append(
+                self.agreed or f"{ops.AGREE} before it, after every sum"
+            )
         contributions = self.open.get(unit, [])
         if ops.REDUCE not in self.has:
             needs += contributions or [f"a gradient of unit {unit}"]
@@ -304,7 +344,9 @@ class State:
             elif ops.GATHER in self.has and unit not in self.at_home:
                 # If weights are gathered, no unit is whole at home.
                 last = f"the last {unit}{ops.DROP} and {unit}{ops.UPDATE}"
-                must = f"a {unit}{ops.GATHER} must come before it, after {last}"
+                must = (
+                    f"a {unit}{ops.GATHER} must come before it, after {last}"
+                )
                 needs.append(f"the weights of unit {unit}: {must}")
             elif unit in self.updated:
                 needs.append(self.updated[unit])
@@ -337,7 +379,9 @@ class State:
         if before := self.named.get((ops.FORWARD, piece - 1, m)):
             return [before]
         received = self.incoming.get((piece, True, m))
-        return [received or str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1))]
+        return [
+            received or str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1))
+        ]
 
     def _kept(self, op: Op) -> Needs:
         """The activations that the forward kept, reloaded if they are on the host."""
@@ -349,7 +393,9 @@ class State:
     def _gradient(self, piece: int, m: int) -> Needs:
         # Losses, also those of routers in any piece, are sums over tokens divided by
         # their number over all ranks.
-        counted = [self.counted or f"{ops.COUNT} before it"] * (ops.COUNT in self.has)
+        counted = [self.counted or f"{ops.COUNT} before it"] * (
+            ops.COUNT in self.has
+        )
         return (
             counted
             if piece == self.last_piece
@@ -365,7 +411,9 @@ class State:
         if apart:
             return [str(Op(ops.EXCHANGE_GRADIENT, piece + 1, m))]
         received = self.incoming.get((piece, False, m))
-        return [received or str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1))]
+        return [
+            received or str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1))
+        ]
 
     # ---- changes
 
@@ -376,7 +424,11 @@ class State:
         it has waited for has arrived at its start.
         """
         way = self.under_way
-        arrived = [c for n in needs if n in way for c in self._arrive(n)] if way else []
+        arrived = (
+            [c for n in needs if n in way for c in self._arrive(n)]
+            if way
+            else []
+        )
         kind = op.kind
         if kind in ops.COMPUTES:
             start, end = self._compute(op)
@@ -412,14 +464,27 @@ class State:
             # From here on the message belongs to the operation, and counts with its
             # activations.
             receives = (
-                piece in self.entries and (ops.RECEIVE, piece, m, kind, far) in self.at
+                piece in self.entries
+                and (ops.RECEIVE, piece, m, kind, far) in self.at
             )
             if ops.EXCHANGE in self.has:
-                sent = ops.EXCHANGE if kind == ops.FORWARD else ops.EXCHANGE_GRADIENT
+                sent = (
+                    ops.EXCHANGE
+                    if kind == ops.FORWARD
+                    else ops.EXCHANGE_GRADIENT
+                )
                 # Tokens exist twice from their creation until the operation that takes
                 # them begins: as sent, and as received.
-                tokens_in = (sent, piece + (kind != ops.FORWARD), m) in self.named
-                tokens_out = (sent, piece + (kind == ops.FORWARD), m) in self.named
+                tokens_in = (
+                    sent,
+                    piece + (kind != ops.FORWARD),
+                    m,
+                ) in self.named
+                tokens_out = (
+                    sent,
+                    piece + (kind == ops.FORWARD),
+                    m,
+                ) in self.named
         before = self.kept.pop((piece, m), "")
         if kind == ops.FORWARD:
             keeps = self._keeps(piece, m)
@@ -471,7 +536,9 @@ class State:
         if flow.tokens_out:
             end.append(Change(RECEIVED, out, 1))
         if kind in ops.MESSAGES:
-            start.append(Change(SENT if kind == ops.SEND else RECEIVED, piece, 1))
+            start.append(
+                Change(SENT if kind == ops.SEND else RECEIVED, piece, 1)
+            )
         start += (Change(WHOLE, unit, 1) for unit in flow.opened)
         # A forward's results grow while it runs; a backward needs kept activations
         # until it ends.
@@ -483,7 +550,10 @@ class State:
         if kind in ops.COMPUTES:
             start.append(Change(WORKING, piece, 1))
             end.append(Change(WORKING, piece, -1))
-        self._known[flow] = self._number(tuple(start)), self._number(tuple(end))
+        self._known[flow] = (
+            self._number(tuple(start)),
+            self._number(tuple(end)),
+        )
         return self._known[flow]
 
     def _keeps(self, piece: int, m: int) -> str:
@@ -495,12 +565,18 @@ class State:
             return ops.SELECTED
         return INPUT if restarts(self.at, piece, m) else ""
 
-    def _to_or_from_host(self, op: Op, start: list[Change], end: list[Change]) -> None:
+    def _to_or_from_host(
+        self, op: Op, start: list[Change], end: list[Change]
+    ) -> None:
         key, out = (op.piece, op.index), op.kind == ops.OFFLOAD
-        source, target = (self.kept, self.away) if out else (self.away, self.kept)
+        source, target = (
+            (self.kept, self.away) if out else (self.away, self.kept)
+        )
         if what := source.pop(key, ""):
             target[key] = what
-            (end if out else start).append(Change(what, op.piece, -1 if out else 1))
+            (end if out else start).append(
+                Change(what, op.piece, -1 if out else 1)
+            )
 
     def _unit(self, op: Op, start: list[Change], end: list[Change]) -> None:
         kind, unit, row = op.kind, op.piece, ops.KINDS[op.kind]
@@ -572,4 +648,8 @@ class State:
 
     def _rest(self) -> list[Change]:
         """The changes of reductions that no operation of the list waits for."""
-        return [change for op in tuple(self.under_way) for change in self._arrive(op)]
+        return [
+            change
+            for op in tuple(self.under_way)
+            for change in self._arrive(op)
+        ]

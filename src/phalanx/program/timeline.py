@@ -35,7 +35,9 @@ class Timeline:
     """Spans by rank and list; `memory` has (time, bytes by kind) for each rank."""
 
     spans: tuple[Span, ...]
-    memory: Mapping[int, tuple[tuple[float, Mapping[str, float]], ...]] | None = None
+    memory: (
+        Mapping[int, tuple[tuple[float, Mapping[str, float]], ...]] | None
+    ) = None
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -82,7 +84,9 @@ class Timeline:
     def inner_idle(self, rank: int) -> float:
         """The idle time between a rank's first and last computation."""
         spans = self.computing[rank]
-        return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
+        return (
+            spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
+        )
 
     def exposed(self, rank: int) -> float:
         """The time in which a rank computes nothing while another lane is busy."""
@@ -117,16 +121,23 @@ class Timeline:
             return done[i] + begun
 
         reached = -math.inf
-        beside = (s for s in self.spans if s.rank == rank and s.lane != "compute")
+        beside = (
+            s for s in self.spans if s.rank == rank and s.lane != "compute"
+        )
         for span in sorted(beside, key=lambda s: (s.start, s.end)):
             begun = max(span.start, reached)
             if span.end > begun:
-                yield span, span.end - begun - (computed(span.end) - computed(begun))
+                yield (
+                    span,
+                    span.end - begun - (computed(span.end) - computed(begun)),
+                )
                 reached = span.end
 
     def to_json(self) -> dict[str, object]:
         return {
-            "spans": [[s.rank, s.lane, str(s.op), s.start, s.end] for s in self.spans],
+            "spans": [
+                [s.rank, s.lane, str(s.op), s.start, s.end] for s in self.spans
+            ],
             "memory": {
                 str(rank): [[time, dict(kinds)] for time, kinds in points]
                 for rank, points in (self.memory or {}).items()
@@ -153,9 +164,13 @@ class Timeline:
             AttributeError,
             OverflowError,
         ) as error:
-            raise ValueError(f"this is not a timeline: {str(error)[:200]}") from None
+            raise ValueError(
+                f"this is not a timeline: {str(error)[:200]}"
+            ) from None
         times = [(span.start, span.end) for span in spans]
-        times += [(time, time) for points in memory.values() for time, _ in points]
+        times += [
+            (time, time) for points in memory.values() for time, _ in points
+        ]
         if not all(math.isfinite(a) and a <= b < math.inf for a, b in times):
             raise ValueError(
                 "this is not a timeline: a span ends before it starts, or never"
@@ -165,4 +180,6 @@ class Timeline:
 
 def _point(point: Any) -> tuple[float, dict[str, float]]:
     time, kinds = point
-    return float(time), {str(kind): float(amount) for kind, amount in kinds.items()}
+    return float(time), {
+        str(kind): float(amount) for kind, amount in kinds.items()
+    }

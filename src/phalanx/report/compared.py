@@ -21,7 +21,9 @@ HEAD = ("operation", "a rank", "predicted", "measured", "ratio", "share")
 # Kinds that start where they stand in the list and are waited for where they are
 # needed.
 _BESIDE = {
-    k for k, row in KINDS.items() if row.lane != ops.COMPUTE and row.on != ops.STEP
+    k
+    for k, row in KINDS.items()
+    if row.lane != ops.COMPUTE and row.on != ops.STEP
 }
 
 
@@ -66,7 +68,9 @@ class Compared:
     rows: tuple[OpRow, ...]
     predicted: float  # seconds of the whole step
     measured: float  # seconds of the step that the rows describe
-    usual: float | None = None  # median of the run's steps, if there are enough
+    usual: float | None = (
+        None  # median of the run's steps, if there are enough
+    )
     # A device works asynchronously to its host, so spans end when an operation is
     # launched.
     launched: bool = False
@@ -107,12 +111,20 @@ class Compared:
 
     def figures(self) -> dict[str, object]:
         """Return the value as a JSON table."""
-        own = {name: value for name, value in vars(self).items() if name != "costs"}
-        return own | {"rows": [asdict(r) | {"ratio": r.ratio} for r in self.rows]}
+        own = {
+            name: value
+            for name, value in vars(self).items()
+            if name != "costs"
+        }
+        return own | {
+            "rows": [asdict(r) | {"ratio": r.ratio} for r in self.rows]
+        }
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns."""
-        shown = text_table(HEAD, [row.cells() for row in self.rows]).rstrip("\n")
+        shown = text_table(HEAD, [row.cells() for row in self.rows]).rstrip(
+            "\n"
+        )
         before, after = (
             (f"Predicted against measured: {self.where}", self.summary),
             self.notes,
@@ -164,7 +176,9 @@ def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
 
 
 def _price(op: Op, prices: Prices) -> float | None:
-    halves = [(kind, op.piece) for kind in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)]
+    halves = [
+        (kind, op.piece) for kind in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
+    ]
     if (
         op.kind == ops.BACKWARD
         and (op.kind, op.piece) not in prices

@@ -41,7 +41,9 @@ class Spent(Goodput):
         again = max(0.0, more.pop("lost steps"))
         more["steps"] += again
         up = begun + more["down"]
-        self.parts.append((begun, up, {"down": more.pop("down"), "steps": 0.0}))
+        self.parts.append(
+            (begun, up, {"down": more.pop("down"), "steps": 0.0})
+        )
         self.parts.append((up, self.total, more))
         self.records.append((up, self.total, record))
         # The repeated steps are the most recent ones before this start.
@@ -80,14 +82,21 @@ def faults_svg(records: Sequence[Record], width: float) -> Html:
             levels = [(n * each, s / each) for n, s in enumerate(seconds)]
             tip = f"{part}: {seconds_text(spent.spent[part])}, {spent.spent[part] / total:.1%}"
             areas.append(Area(part, levels, _FILLS[part], tip))
-    rows = [Row("time", areas=areas, tall=56), Row("processes", _lives(spent), tall=20)]
+    rows = [
+        Row("time", areas=areas, tall=56),
+        Row("processes", _lives(spent), tall=20),
+    ]
     wide = total / max(width, 1) * 5  # five pixels
     marks: dict[str, list[Bar]] = {kind: [] for kind in _ODD}
     for at, kind, words in _odd(spent):
-        bar = Bar(max(0.0, at - wide), max(wide, at), _ODD[kind], "#000000", words)
+        bar = Bar(
+            max(0.0, at - wide), max(wide, at), _ODD[kind], "#000000", words
+        )
         marks[kind].append(bar)
     rows += [
-        Row(f"{kind} ({len(of)})", of, main=False) for kind, of in marks.items() if of
+        Row(f"{kind} ({len(of)})", of, main=False)
+        for kind, of in marks.items()
+        if of
     ]
     return gantt(
         "where the time of the run went",
@@ -108,9 +117,13 @@ def _lives(spent: Spent) -> list[Bar]:
     last: Any = object()
     for start, end, record in spent.records:
         process = record.get("boot"), record.get("began")
-        if record["event"] == "hang":  # written by the watcher of the hanging process
+        if (
+            record["event"] == "hang"
+        ):  # written by the watcher of the hanging process
             continue
-        if process != last or (process == (None, None) and record["event"] == "start"):
+        if process != last or (
+            process == (None, None) and record["event"] == "start"
+        ):
             lives.append([])
         last = process
         lives[-1].append((start, end, record))
@@ -121,12 +134,16 @@ def _lives(spent: Spent) -> list[Bar]:
             for *_, r in life
             if r["event"] == "start"
         ]
-        layout, start, end = layouts[0] if layouts else "", life[0][0], life[-1][1]
-        words = (
-            f"process {number}: {layout}, {seconds_text(start)} to {seconds_text(end)}"
+        layout, start, end = (
+            layouts[0] if layouts else "",
+            life[0][0],
+            life[-1][1],
         )
+        words = f"process {number}: {layout}, {seconds_text(start)} to {seconds_text(end)}"
         found.append(
-            Bar(start, end, COLOURS[7], "#000000", words, (layout, str(number)))
+            Bar(
+                start, end, COLOURS[7], "#000000", words, (layout, str(number))
+            )
         )
     return found
 
@@ -147,8 +164,12 @@ def _odd(spent: Spent) -> list[tuple[float, str, str]]:
             found.append((at, "killed", f"killed{step}, {seconds_text(at)}"))
         if event in _ODD and not record.get("error"):
             step = f" at step {record['step']}" if "step" in record else ""
-            why = str(record.get("why") or record.get("text") or "").split("\n")[0]
-            words = f"{event}{step}, {seconds_text(end)}" + f": {why}" * bool(why)
+            why = str(record.get("why") or record.get("text") or "").split(
+                "\n"
+            )[0]
+            words = f"{event}{step}, {seconds_text(end)}" + f": {why}" * bool(
+                why
+            )
             found.append((end, event, words))
         before, at = record, end
     return found

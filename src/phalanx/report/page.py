@@ -89,7 +89,9 @@ class _Journal:
         segments, end = list[tuple[list[Record], list[Record]]](), math.inf
         for start, steps in reversed(stretches(self.records)):
             kept = [r for r in steps if not number(r, "step") > end]
-            segments.append((kept, [r for r in steps if number(r, "step") > end]))
+            segments.append(
+                (kept, [r for r in steps if number(r, "step") > end])
+            )
             end = min(end, number(start, "step"))  # NaN compares as false
         return segments[::-1]
 
@@ -126,16 +128,24 @@ class RunReport:
     def html(self) -> str:
         shown = [(s.title, s.html) for s in self.sections]
         body = [
-            text for title, part in shown if part for text in (tag("h2", title), part)
+            text
+            for title, part in shown
+            if part
+            for text in (tag("h2", title), part)
         ]
         return frame(f"run {self.name}", self.summary, *body)
 
     def pictures(self) -> dict[str, str]:
         """Return each picture as SVG, and the step as a trace for Perfetto, by file
         name."""
-        drawn = {f"{s.name}.svg": str(s.draw(WIDE)) for s in self.sections if s.draw}
+        drawn = {
+            f"{s.name}.svg": str(s.draw(WIDE)) for s in self.sections if s.draw
+        }
         if self.step:
-            drawn |= {"step.svg": svg(self.step, 1500), "trace.json": chrome(self.step)}
+            drawn |= {
+                "step.svg": svg(self.step, 1500),
+                "trace.json": chrome(self.step),
+            }
             drawn |= (
                 {"memory.svg": memory_svg(self.step)}
                 if self.step.timeline.memory
@@ -150,19 +160,25 @@ def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
     journal, more = _Journal(records_of(folder)), more or Extras()
     step, faults = more.step, partial(faults_svg, journal.records)
     measured = (
-        timeline(step) if step else paragraphs([more.no_step or "Not measured yet."])
+        timeline(step)
+        if step
+        else paragraphs([more.no_step or "Not measured yet."])
     )
     parts = partial(breakdown_svg, step) if step else None
     # the watcher's messages, as shown on the screen
     hangs = Html(
         "".join(
-            tag("pre", str(record.get("text", ""))) for record in journal.of("hang")
+            tag("pre", str(record.get("text", "")))
+            for record in journal.of("hang")
         )
     )
     sections = (
         _loss(journal),
         _curve(
-            journal, "Step time", "ms", _lines(journal, "seconds", 1e3, "ms a step")
+            journal,
+            "Step time",
+            "ms",
+            _lines(journal, "seconds", 1e3, "ms a step"),
         ),
         _efficiency(journal),
         Section("What the model writes", _written(journal)),
@@ -172,7 +188,9 @@ def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
             draw=faults if faults(WIDE) else None,
         ),
         Section("One step, predicted and measured", measured),
-        Section("Where the time of that step goes", name="breakdown", draw=parts),
+        Section(
+            "Where the time of that step goes", name="breakdown", draw=parts
+        ),
         Section(
             "Predicted against measured",
             more.compared.html() if more.compared else Html(""),
@@ -203,14 +221,19 @@ def _points(
     records: Sequence[Record], name: str, scale: float = 1.0
 ) -> tuple[tuple[float, float], ...]:
     points = ((number(r, "step"), number(r, name) * scale) for r in records)
-    return tuple((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
+    return tuple(
+        (x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)
+    )
 
 
 def _marks(journal: _Journal) -> list[tuple[float, str]]:
     named = (
-        (f"{'restart' if n else 'start'}: ", s) for n, s in enumerate(journal.starts)
+        (f"{'restart' if n else 'start'}: ", s)
+        for n, s in enumerate(journal.starts)
     )
-    marks = [(number(start, "step"), word + _layout(start)) for word, start in named]
+    marks = [
+        (number(start, "step"), word + _layout(start)) for word, start in named
+    ]
     return [(step, words) for step, words in marks if math.isfinite(step)]
 
 
@@ -246,7 +269,9 @@ def _summary(journal: _Journal) -> Html:
     return paragraphs(lines)
 
 
-def _lines(journal: _Journal, name: str, scale: float, words: str) -> list[Series]:
+def _lines(
+    journal: _Journal, name: str, scale: float, words: str
+) -> list[Series]:
     """Return a line for each start; repeated steps are faint, from where the later
     start began."""
     series = []
@@ -268,7 +293,9 @@ def _curve(
 ) -> Section:
     name = title.lower()
     if not any(each.points for each in series):
-        return Section(title, paragraphs([f"{name}: nothing has been recorded yet."]))
+        return Section(
+            title, paragraphs([f"{name}: nothing has been recorded yet."])
+        )
     x, y = (
         ChartAxis("step", "{:.0f}".format, base=0),
         ChartAxis(unit, base=0, zero=zero),
@@ -282,7 +309,11 @@ def _curve(
 def _loss(journal: _Journal) -> Section:
     series = _lines(journal, "loss", 1.0, "training")
     series.append(
-        Series("validation", _points(journal.of("validation"), "loss"), joined=False)
+        Series(
+            "validation",
+            _points(journal.of("validation"), "loss"),
+            joined=False,
+        )
     )
     dashed = "Dashed lines: starts of the run, with their layouts."
     note = f"{dashed} Faint: repeated steps."
@@ -302,14 +333,19 @@ def _text_of(sample: Record) -> str:
 
 def _efficiency(journal: _Journal) -> Section:
     last = journal.starts[-1]
-    model, full = _inside(last, "flops", "model"), _inside(last, "flops", "full")
+    model, full = (
+        _inside(last, "flops", "model"),
+        _inside(last, "flops", "full"),
+    )
     note = (
         f"Relative to a peak of {number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
         f" ({last.get('peak_from')}). MFU counts what the model needs, with causal attention; HFU"
         " also counts recomputation. With full attention MFU would be higher by"
         f" {100 * (full / model - 1) if model else math.nan:.1f} %."
     )
-    lines = _lines(journal, "mfu", 100, "MFU") + _lines(journal, "hfu", 100, "HFU")
+    lines = _lines(journal, "mfu", 100, "MFU") + _lines(
+        journal, "hfu", 100, "HFU"
+    )
     return _curve(journal, "Efficiency", "%", lines, note)
 
 
@@ -321,7 +357,11 @@ def _memory(journal: _Journal) -> Section:
     kinds = ("weights", "optimizer", "gathered and gradients")
     head = [
         "rank",
-        *(words for kind in kinds for words in (f"{kind}, predicted", "measured")),
+        *(
+            words
+            for kind in kinds
+            for words in (f"{kind}, predicted", "measured")
+        ),
     ]
     rows = [
         [
@@ -377,7 +417,9 @@ def _events(journal: _Journal) -> Html:
         if r["event"] not in ("step", "memory", "hang", "sample")
     ]
     return tag(
-        "div", table(("after", "event", "step", "details"), rows, left=True), cls="fold"
+        "div",
+        table(("after", "event", "step", "details"), rows, left=True),
+        cls="fold",
     )
 
 
@@ -387,14 +429,18 @@ def _words(record: Record) -> Iterator[str]:
         value = record.get(name)
         if value not in (None, ""):
             yield (
-                f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+                f"{name} {value:.4f}"
+                if isinstance(value, float)
+                else f"{name} {value}"
             )
 
 
 def _configuration(folder: Path) -> Html:
     path = folder / "run.toml"
     try:
-        text = read_text(path, "run file", ReportError) if path.is_file() else ""
+        text = (
+            read_text(path, "run file", ReportError) if path.is_file() else ""
+        )
         return tag("pre", redacted(text))
     except ReportError as error:
         return paragraphs([str(error)])
@@ -406,6 +452,9 @@ def _versions(journal: _Journal) -> Html:
         versions = start.get("versions")
         words = versions.items() if isinstance(versions, dict) else ()
         rows.append(
-            (f"start {n}", ", ".join(f"{name} {value}" for name, value in words))
+            (
+                f"start {n}",
+                ", ".join(f"{name} {value}" for name, value in words),
+            )
         )
     return tag("div", table(("", "versions"), rows, left=True), cls="fold")

@@ -38,7 +38,11 @@ def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
                 if x > 0
             ]
             ranks = start.get("ranks")
-            if len(rates) > 1 and isinstance(ranks, int) and 0 < ranks < 1 << 20:
+            if (
+                len(rates) > 1
+                and isinstance(ranks, int)
+                and 0 < ranks < 1 << 20
+            ):
                 layout = str(start.get("layout") or "one rank")
                 found.append(
                     Speed(folder.name, layout, ranks, median(rates[1:]), start)
@@ -47,7 +51,9 @@ def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
 
 
 def scaling_svg(
-    runs: Sequence[Speed], planned: Callable[[Speed], float | None], width: float
+    runs: Sequence[Speed],
+    planned: Callable[[Speed], float | None],
+    width: float,
 ) -> Html:
     """Draw the chart; empty if all runs have the same number of ranks."""
     runs = sorted(runs, key=lambda run: (run.ranks, run.rate))
@@ -55,7 +61,8 @@ def scaling_svg(
         return Html("")
     plans = [(run, rate) for run in runs if (rate := planned(run))]
     first = max(
-        (run for run in runs if run.ranks == runs[0].ranks), key=lambda run: run.rate
+        (run for run in runs if run.ranks == runs[0].ranks),
+        key=lambda run: run.rate,
     )
     ends = (first.ranks, runs[-1].ranks)
     ideal = tuple((float(n), first.rate * n / first.ranks) for n in ends)

@@ -36,9 +36,17 @@ def sizes_of_run(
     ids = torch.empty(shape.batch, sequence, dtype=torch.int64, device="meta")
     batch = dict.fromkeys(("tokens", "targets", "positions"), ids)
     if shape.kind == "mlp":
-        batch = {"inputs": torch.empty(shape.batch, shape.hidden, device="meta")}
+        batch = {
+            "inputs": torch.empty(shape.batch, shape.hidden, device="meta")
+        }
     return sizes_of(
-        make, layout, program, batch, precision, optimizer=optimizer, target=target
+        make,
+        layout,
+        program,
+        batch,
+        precision,
+        optimizer=optimizer,
+        target=target,
     )
 
 
@@ -52,14 +60,22 @@ def shards_of(
         world = TallyWorld(rank, layout.ranks)
         try:
             precision = precision_of(layout.precision)
-            held = build_local(world, layout, make(), program, precision=precision)
+            held = build_local(
+                world, layout, make(), program, precision=precision
+            )
             for unit in held.every_unit:
-                kept = {e.weight.name: (e.start, e.stop) for e in unit.entries()}
+                kept = {
+                    e.weight.name: (e.start, e.stop) for e in unit.entries()
+                }
                 for weight in unit.order:
                     box = tuple((cut.start, cut.stop) for cut in weight.cuts)
                     found.append(
                         Slice(
-                            rank, weight.name, weight.shape, box, kept.get(weight.name)
+                            rank,
+                            weight.name,
+                            weight.shape,
+                            box,
+                            kept.get(weight.name),
                         )
                     )
         finally:

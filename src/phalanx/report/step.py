@@ -43,7 +43,9 @@ class Step:
     shape: Shape
     own: str  # FILE.py:Class of a user's own model
     sequence: int
-    device: str  # as recorded by the run: "CPU", a GPU's name, or "" if missing
+    device: (
+        str  # as recorded by the run: "CPU", a GPU's name, or "" if missing
+    )
     recorded: Recorded
     # median of the run's steps in this layout, without the first line
     usual: float | None
@@ -64,7 +66,9 @@ def read_step(folder: Path) -> Step:
         shape,
         own=str(start.get("own", "")),
         sequence=int(start.get("sequence", shape.sequence)),
-        device=str(versions.get("device", "")) if isinstance(versions, dict) else "",
+        device=str(versions.get("device", ""))
+        if isinstance(versions, dict)
+        else "",
         recorded=recorded,
         # the first line covers the warm-up
         usual=median(steps[1:]) if len(steps) > 1 else None,
@@ -72,7 +76,10 @@ def read_step(folder: Path) -> Step:
 
 
 def predicted(
-    step: Step, hardware: Hardware, profile: SoftwareProfile, piece_costs: CostFunction
+    step: Step,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    piece_costs: CostFunction,
 ) -> Compared:
     """Compare a run's step with a plan: the same operations, simulated as `plan
     --explain` does."""
@@ -102,7 +109,9 @@ def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
     number."""
     file = folder / "timeline.json"
     if not file.exists():
-        raise ReportError(f"cannot read {file}: No such file or directory. {_SHOWS}")
+        raise ReportError(
+            f"cannot read {file}: No such file or directory. {_SHOWS}"
+        )
     text = read_text(file, "timeline", ReportError, TIMELINE)
     try:
         recorded, header = Recorded.parse(text), json.loads(text)
@@ -110,9 +119,13 @@ def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
         raise ReportError(f"{file} cannot be read: {error}") from None
     layout, step = header.get("layout"), header.get("step")
     if not isinstance(layout, str) or not isinstance(step, int):
-        raise ReportError(f"{file} cannot be read: its layout or step is missing.")
+        raise ReportError(
+            f"{file} cannot be read: its layout or step is missing."
+        )
     if not recorded.timeline.makespan:
-        raise ReportError(f"{file} contains no operation that took time. {_SHOWS}")
+        raise ReportError(
+            f"{file} contains no operation that took time. {_SHOWS}"
+        )
     return recorded, layout, step
 
 
@@ -121,8 +134,12 @@ def _stretch(
 ) -> tuple[Mapping[str, Any], list[float]]:
     """Return the last start of a run that can contain this step, and the seconds of its
     step lines."""
-    for start, steps in reversed(stretches(read_journal(folder / "metrics.jsonl"))):
-        fits = start.get("layout") == layout and isinstance(start.get("model"), dict)
+    for start, steps in reversed(
+        stretches(read_journal(folder / "metrics.jsonl"))
+    ):
+        fits = start.get("layout") == layout and isinstance(
+            start.get("model"), dict
+        )
         if fits and number(start, "step") < before:
             return start, [
                 x for x in (number(step, "seconds") for step in steps) if x > 0
@@ -160,7 +177,10 @@ def step_extras(
         from ..parallel.model import build_model
         from .sizes import shards_of, sizes_of_run
 
-        make, program = make or partial(build_model, step.shape), recorded.program
+        make, program = (
+            make or partial(build_model, step.shape),
+            recorded.program,
+        )
         target = "cpu" if step.device == "CPU" else "cuda"
         sizes = sizes_of_run(
             make, step.layout, program, step.sequence, target, optimizer
@@ -175,7 +195,9 @@ def step_extras(
         held = "Memory is computed from the program and its pieces, at the times of each step."
         picture = replace(picture, notes=(*picture.notes, held))
     shards = Section("Shards", name="shards", draw=partial(shards_svg, slices))
-    return Extras(picture, compared=compared, sections=(shards,) if slices else ())
+    return Extras(
+        picture, compared=compared, sections=(shards,) if slices else ()
+    )
 
 
 def _known(step: Step) -> bool:
@@ -184,5 +206,7 @@ def _known(step: Step) -> bool:
     program = step.recorded.program
     pieces = step.shape.pieces <= program.pieces <= 3 * step.shape.pieces
     return (
-        pieces and len(program.rows) <= ROWS and program.mesh.size == step.layout.ranks
+        pieces
+        and len(program.rows) <= ROWS
+        and program.mesh.size == step.layout.ranks
     )

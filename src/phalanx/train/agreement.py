@@ -42,7 +42,11 @@ DIGITS = 16  # hex digits of a checksum that are compared and shown
 
 
 def facts_of(
-    run: Run, layout: Layout, shape: Shape, model: Model, program: Program | None
+    run: Run,
+    layout: Layout,
+    shape: Shape,
+    model: Model,
+    program: Program | None,
 ) -> dict[str, str]:
     """Return the settings and file digests that must be equal on all ranks, by name,
     except the data's."""
@@ -60,11 +64,16 @@ def facts_of(
         "batch": str(shape.batch),
         "sequence": str(run.tokens(shape)),
     }
-    weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
+    weights = [
+        f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()
+    ]
     model_file, schedule = code_of(run.own)[0], split_name(layout.schedule)[0]
-    modules = {f"model's module {name}": x for name, x in modules_of(run.own).items()}
+    modules = {
+        f"model's module {name}": x for name, x in modules_of(run.own).items()
+    }
     modules |= {
-        f"schedule's module {name}": x for name, x in _modules(schedule).items()
+        f"schedule's module {name}": x
+        for name, x in _modules(schedule).items()
     }
     return {
         **keys,
@@ -187,7 +196,9 @@ def _data_facts(records: Sequence[SourceRecord]) -> dict[str, str]:
     return facts
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(
+    table: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Flatten nested tables into pairs of a dotted key and its value."""
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -201,5 +212,9 @@ def _file(path: str) -> str:
 
 
 def _checksum(content: str | bytes) -> str:
-    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    raw = (
+        content.encode("utf-8", "replace")
+        if isinstance(content, str)
+        else content
+    )
     return sha256(raw).hexdigest()[:DIGITS]

@@ -50,7 +50,11 @@ def steps(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first. Their integrity is not checked."""
     if not folder.is_dir():
         return []
-    paths = [p for p in folder.iterdir() if stored.step_of(p.name) >= 0 and p.is_dir()]
+    paths = [
+        p
+        for p in folder.iterdir()
+        if stored.step_of(p.name) >= 0 and p.is_dir()
+    ]
     return sorted(paths, key=lambda p: stored.step_of(p.name), reverse=True)
 
 
@@ -100,10 +104,16 @@ class Saver:
         spare: Callable[[], Path | None] = lambda: None,
     ) -> None:
         self.folder, self.local, self.updates = folder, local, updates
-        self.keep, self.asynchronous, self.on_failure = keep, asynchronous, on_failure
+        self.keep, self.asynchronous, self.on_failure = (
+            keep,
+            asynchronous,
+            on_failure,
+        )
         self.spare = spare
         self.group: Group = local.groups.everyone
-        self.buffers: dict[str, Tensor] = {}  # host memory, reused by every save
+        self.buffers: dict[
+            str, Tensor
+        ] = {}  # host memory, reused by every save
         self.pending: _Pending | None = None
 
     def save(self, progress: Progress) -> tuple[Saved, ...]:
@@ -113,7 +123,8 @@ class Saver:
         hidden = self.folder / f"{SAVING}{progress.step:08}"
         try:
             together(
-                self.group, lambda: hidden if self.group.rank else make_hidden(hidden)
+                self.group,
+                lambda: hidden if self.group.rank else make_hidden(hidden),
             )
         except RanksFailed as failed:
             return (*before, self._decide(progress.step, failed.errors))
@@ -149,7 +160,13 @@ class Saver:
             reports = exchange(self.group, pending.result, 0)
             pending.committing, pending.result = True, ""
             if self.group.rank == 0:
-                what = self.folder, pending.hidden, reports, self.keep, self.spare()
+                what = (
+                    self.folder,
+                    pending.hidden,
+                    reports,
+                    self.keep,
+                    self.spare(),
+                )
                 pending.begin(partial(commit, *what))
             return ()
         self.pending = None
@@ -166,7 +183,9 @@ class Saver:
             )
         return Saved(step, path, error, "" if error else notice)
 
-    def snapshot(self, progress: Progress) -> tuple[Manifest, dict[str, Tensor]]:
+    def snapshot(
+        self, progress: Progress
+    ) -> tuple[Manifest, dict[str, Tensor]]:
         """Return this rank's part of the manifest and its tensors on the host, by
         title.
 
@@ -180,14 +199,23 @@ class Saver:
         tensors = {title: own for title, (_, own) in numbers.items()}
         if self.asynchronous or device.type != "cpu":
             for title, own in tensors.items():
-                if title not in self.buffers or self.buffers[title].shape != own.shape:
-                    empty = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
+                if (
+                    title not in self.buffers
+                    or self.buffers[title].shape != own.shape
+                ):
+                    empty = torch.empty_like(
+                        own, device="cpu", pin_memory=own.is_cuda
+                    )
                     self.buffers[title] = empty
-                tensors[title] = self.buffers[title].copy_(own, non_blocking=True)
+                tensors[title] = self.buffers[title].copy_(
+                    own, non_blocking=True
+                )
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         kept = [
-            state for update in self.updates.values() for state in update.state.values()
+            state
+            for update in self.updates.values()
+            for state in update.state.values()
         ]
         counts = {float(state["step"]) for state in kept if "step" in state}
         assert len(counts) <= 1, (
@@ -202,7 +230,9 @@ class Saver:
         return manifest, tensors
 
 
-def write_own(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
+def write_own(
+    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
+) -> str:
     """Write this rank's tensors to a file and return its part of the manifest as text,
     with their offsets.
 
@@ -212,7 +242,9 @@ def write_own(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> 
         return str(manifest)
     file, offsets = write_file(path, tensors)
     placed = tuple(
-        replace(each, shards=(replace(each.shards[0], offset=offsets[each.title]),))
+        replace(
+            each, shards=(replace(each.shards[0], offset=offsets[each.title]),)
+        )
         for each in manifest.tensors
     )
     return str(replace(manifest, files=(file,), tensors=placed))
@@ -236,10 +268,15 @@ class _Pending:
             try:
                 self.result = work()
             except Exception as error:
-                gone = isinstance(error, FileNotFoundError) and not self.hidden.exists()
+                gone = (
+                    isinstance(error, FileNotFoundError)
+                    and not self.hidden.exists()
+                )
                 self.error = GONE if gone else why(error)
 
-        self.thread = threading.Thread(target=caught, name="checkpoint", daemon=True)
+        self.thread = threading.Thread(
+            target=caught, name="checkpoint", daemon=True
+        )
         (self.thread.start if self.asynchronous else self.thread.run)()
 
 
@@ -287,11 +324,18 @@ def owned(
                 continue
             for kind, own in kept_of(unit, entry, updates):
                 key = f"{kind}/{weight.name}"
-                local_shape, numbers = tuple(weight.local), (entry.start, entry.stop)
-                shard = stored.StoredShard(key, box, local_shape, 0, 0, *numbers)
+                local_shape, numbers = (
+                    tuple(weight.local),
+                    (entry.start, entry.stop),
+                )
+                shard = stored.StoredShard(
+                    key, box, local_shape, 0, 0, *numbers
+                )
                 dtype, shape = stored.NAMES[own.dtype], tuple(weight.shape)
                 yield (
-                    stored.StoredTensor(kind, weight.name, dtype, shape, (shard,)),
+                    stored.StoredTensor(
+                        kind, weight.name, dtype, shape, (shard,)
+                    ),
                     own,
                 )
 
@@ -300,7 +344,9 @@ def box_of(entry: Entry) -> stored.Box:
     return tuple((cut.start, cut.stop) for cut in entry.weight.cuts)
 
 
-def kept_of(unit: Unit, entry: Entry, updates: Updates) -> Iterator[tuple[str, Tensor]]:
+def kept_of(
+    unit: Unit, entry: Entry, updates: Updates
+) -> Iterator[tuple[str, Tensor]]:
     """Tensors that this rank keeps of an entry: the weights and their optimizer state."""
     length = entry.stop - entry.start
     yield stored.WEIGHT, unit.home[entry.offset : entry.offset + length]
@@ -347,7 +393,11 @@ def make_hidden(hidden: Path) -> Path:
 
 
 def commit(
-    folder: Path, hidden: Path, reports: list[str], keep: int, spare: Path | None = None
+    folder: Path,
+    hidden: Path,
+    reports: list[str],
+    keep: int,
+    spare: Path | None = None,
 ) -> str:
     """Publish a hidden folder, which all ranks have written, as a checkpoint; then
     delete old ones.
@@ -355,7 +405,10 @@ def commit(
     Returns problems that occurred after it was published: the checkpoint is complete
     then, and the old ones are still there.
     """
-    parts = [Manifest.decode(text, f"rank {rank}") for rank, text in enumerate(reports)]
+    parts = [
+        Manifest.decode(text, f"rank {rank}")
+        for rank, text in enumerate(reports)
+    ]
     text = str(Manifest.merged(parts))
     # parsed before it is written: an invalid manifest must not be published
     Manifest.parse(text, hidden)
@@ -382,7 +435,9 @@ def commit(
     return ""
 
 
-def prune(folder: Path, newest: Path, keep: int, spare: Path | None = None) -> None:
+def prune(
+    folder: Path, newest: Path, keep: int, spare: Path | None = None
+) -> None:
     """Delete old checkpoints.
 
     Later steps than the new one belong to a course of training that was abandoned,

@@ -59,7 +59,9 @@ def export_weights(
         raise CheckpointError(
             f"{path}: does not record the model's shape, which config.json needs."
         )
-    weights = {each.name: each for each in manifest.tensors if each.kind == WEIGHT}
+    weights = {
+        each.name: each for each in manifest.tensors if each.kind == WEIGHT
+    }
     own = own_model(manifest)
     if own.startswith(HUB) and families.code_of(own)[0]:
         family, data = "", _tensors_of(load_model(own))
@@ -67,7 +69,8 @@ def export_weights(
         family = families.family_of(shape, family)
         # Equal sizes do not make it the same model; compare every weight.
         ours = {
-            name: tuple(each.shape) for name, each in build_model(shape).weights.items()
+            name: tuple(each.shape)
+            for name, each in build_model(shape).weights.items()
         }
         if other := next(
             (n for n, each in weights.items() if ours.get(n) != each.shape), ""
@@ -77,7 +80,9 @@ def export_weights(
                 " counterpart in Hugging Face."
             )
         dims = {
-            name: len(each.shape) for name, each in weights.items() if not is_lora(name)
+            name: len(each.shape)
+            for name, each in weights.items()
+            if not is_lora(name)
         }
         data = families.sources(families.FAMILIES[family], dims)
     make_empty(out)
@@ -88,7 +93,8 @@ def export_weights(
     # float32 too.
     wide = torch.promote_types(kind, torch.float32)
     kinds = {
-        name: wide if name.endswith(families.BALANCES) else kind for name in theirs
+        name: wide if name.endswith(families.BALANCES) else kind
+        for name in theirs
     }
     sizes = [
         sum(math.prod(weights[each].shape) for each in source.packed)
@@ -107,7 +113,8 @@ def export_weights(
             for name in shard:
                 source = theirs[name]
                 parts = [
-                    _merged(reader, each).to(kinds[name]) for each in source.packed
+                    _merged(reader, each).to(kinds[name])
+                    for each in source.packed
                 ]
                 whole = (
                     torch.stack(parts, 2).flatten(1, 2)
@@ -120,7 +127,9 @@ def export_weights(
                         for e, x in enumerate(whole.unbind())
                     }
                     continue
-                tensors[name] = whole.mT.contiguous() if source.transposed else whole
+                tensors[name] = (
+                    whole.mT.contiguous() if source.transposed else whole
+                )
             stored.write_file(out / file, tensors, {"format": "pt"})
             files |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
@@ -139,7 +148,9 @@ def export_weights(
             "dtype": plain_kind
         }
     for name, table in ((INDEX, index), (families.CONFIG, config)):
-        write_text(out / name, json.dumps(table, indent=2) + "\n", durable=True)
+        write_text(
+            out / name, json.dumps(table, indent=2) + "\n", durable=True
+        )
     return [out / name for name in (*names, INDEX, families.CONFIG, *copied)]
 
 
@@ -165,9 +176,13 @@ def begun_with(manifest: stored.Manifest) -> str:
 
 def _merged(reader: TensorReader, name: str) -> Tensor:
     """Return a whole weight with its LoRA adapter merged."""
-    whole, shape = reader.whole(reader.tensors[WEIGHT, name]), reader.manifest.shape
+    whole, shape = (
+        reader.whole(reader.tensors[WEIGHT, name]),
+        reader.manifest.shape,
+    )
     a, b = (
-        (WEIGHT, f"{name.removesuffix('weight')}lora.{each}.weight") for each in "ab"
+        (WEIGHT, f"{name.removesuffix('weight')}lora.{each}.weight")
+        for each in "ab"
     )
     if shape is None or a not in reader.tensors:
         return whole
@@ -199,7 +214,9 @@ def _tokenizer(source: Path, out: Path) -> tuple[list[str], dict[str, Any]]:
         with folder.open(name) as read, (out / name).open("xb") as written:
             shutil.copyfileobj(read, written)
     known = folder.json(families.CONFIG, families.LIMIT)
-    return copied, known | {"sequence": families.hub_shape(str(source)).sequence}
+    return copied, known | {
+        "sequence": families.hub_shape(str(source)).sequence
+    }
 
 
 def _shards(items: Iterable[T], sizes: Iterable[int]) -> Iterator[list[T]]:
@@ -235,33 +252,50 @@ def export_adapter(
     with TensorReader(path, manifest) as reader:
 
         def factor(name: str, which: str) -> Tensor:
-            whole = reader.whole(reader.tensors[WEIGHT, f"{name}.lora.{which}.weight"])
+            whole = reader.whole(
+                reader.tensors[WEIGHT, f"{name}.lora.{which}.weight"]
+            )
             return whole.to(DTYPES[dtype]) if dtype else whole
 
         parts = {
-            each: "attn" if each.startswith("w") else "mlp" for each in shape.adapters
+            each: "attn" if each.startswith("w") else "mlp"
+            for each in shape.adapters
         }
         names = [
-            f"layers.{n}.{parts[a]}.{a}" for n in range(shape.layers) for a in parts
+            f"layers.{n}.{parts[a]}.{a}"
+            for n in range(shape.layers)
+            for a in parts
         ]
         theirs = families.sources(
             data, {f"{name}.weight": 2 for name in names}
         ).values()
         linears = block_linears(shape)
-        for name, packed in dict.fromkeys((each.name, each.packed) for each in theirs):
-            module, *every = (each.removesuffix(".weight") for each in (name, *packed))
+        for name, packed in dict.fromkeys(
+            (each.name, each.packed) for each in theirs
+        ):
+            module, *every = (
+                each.removesuffix(".weight") for each in (name, *packed)
+            )
             own = [each for each in every if each in names]
-            rows = {each: linears[each.rpartition(".")[2]].shape[0] for each in every}
+            rows = {
+                each: linears[each.rpartition(".")[2]].shape[0]
+                for each in every
+            }
             blocks = [
-                factor(e, "b") if e in own else torch.zeros(rows[e], 0) for e in every
+                factor(e, "b") if e in own else torch.zeros(rows[e], 0)
+                for e in every
             ]
             b: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
             key = f"base_model.model.{module}"
             tensors[f"{key}.lora_A.weight"] = torch.cat(
                 [factor(each, "a") for each in own]
             )
-            tensors[f"{key}.lora_B.weight"] = b.to(tensors[f"{key}.lora_A.weight"])
-            ranks[re.sub(rf"{re.escape(data.layers)}\.[0-9]+\.", "", module)] = len(own)
+            tensors[f"{key}.lora_B.weight"] = b.to(
+                tensors[f"{key}.lora_A.weight"]
+            )
+            ranks[
+                re.sub(rf"{re.escape(data.layers)}\.[0-9]+\.", "", module)
+            ] = len(own)
     more = {module: n for module, n in ranks.items() if n > 1}
     config = {
         "peft_type": "LORA",
@@ -274,12 +308,18 @@ def export_adapter(
         "target_modules": [*ranks],
         "fan_in_fan_out": data.transposed,
         "inference_mode": True,
-        "rank_pattern": {module: n * shape.lora_r for module, n in more.items()},
-        "alpha_pattern": {module: n * shape.lora_alpha for module, n in more.items()},
+        "rank_pattern": {
+            module: n * shape.lora_r for module, n in more.items()
+        },
+        "alpha_pattern": {
+            module: n * shape.lora_alpha for module, n in more.items()
+        },
     }
     make_empty(out)
     stored.write_file(out / ADAPTER, tensors, {"format": "pt"})
-    write_text(out / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n", durable=True)
+    write_text(
+        out / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n", durable=True
+    )
     return [out / ADAPTER, out / ADAPTER_CONFIG]
 
 
@@ -311,7 +351,9 @@ class HubReader(TensorReader):
                 for n, x in tensors.items()
                 if n.startswith(blocks) or behind not in n
             }
-        model = build_model(shape) if data else load_model(f"{HUB}{folder.path}")
+        model = (
+            build_model(shape) if data else load_model(f"{HUB}{folder.path}")
+        )
         ours = {n: tuple(p.shape) for n, p in model.weights.items()}
         if data is None:
             where = _tensors_of(model)
@@ -344,7 +386,9 @@ class HubReader(TensorReader):
             # one tensor for each expert, one after the other
             if "*" in source.name:
                 places = [
-                    _whole(name, ((e, e + 1), *box[1:]), files.index(file), offset)
+                    _whole(
+                        name, ((e, e + 1), *box[1:]), files.index(file), offset
+                    )
                     for e, (file, _, offset) in enumerate(parts)
                 ]
             else:
@@ -356,19 +400,28 @@ class HubReader(TensorReader):
                         source.name + _BLOCKS,
                         source.name + _SCALES,
                     ]
-                    self.experts[name] = source, [tensors[each] for each in stored_as]
+                    self.experts[name] = (
+                        source,
+                        [tensors[each] for each in stored_as],
+                    )
                 elif source.transposed:
                     self.columns[name] = entry.shape[1], first_row
                 else:
                     offset += (
-                        first_row * math.prod(dims[1:]) * DTYPES[entry.dtype].itemsize
+                        first_row
+                        * math.prod(dims[1:])
+                        * DTYPES[entry.dtype].itemsize
                     )
                 places = [_whole(name, box, files.index(file), offset)]
             described.append(
-                stored.StoredTensor(WEIGHT, name, entry.dtype, dims, tuple(places))
+                stored.StoredTensor(
+                    WEIGHT, name, entry.dtype, dims, tuple(places)
+                )
             )
         named = tuple(stored.StoredFile(file, (), 8) for file in files)
-        return stored.Manifest(0, shape=shape, files=named, tensors=tuple(described))
+        return stored.Manifest(
+            0, shape=shape, files=named, tensors=tuple(described)
+        )
 
     def _rows(
         self,
@@ -384,7 +437,9 @@ class HubReader(TensorReader):
         if tensor.name not in self.columns:
             return super()._rows(tensor, part, first, last)
         (place,), (width, column) = part, self.columns[tensor.name]
-        turned = torch.empty(tensor.shape[1], last - first, dtype=DTYPES[tensor.dtype])
+        turned = torch.empty(
+            tensor.shape[1], last - first, dtype=DTYPES[tensor.dtype]
+        )
         for row, numbers in enumerate(turned):
             at = row * width + column + first
             read_into(
@@ -453,7 +508,9 @@ def _refuse_others(
         if x[1].dtype not in DTYPES
     ]
     known = set(wanted) | ({"lm_head.weight"} if shape.tied else set())
-    wrong += [f"the model has no {name}" for name in sorted(set(tensors) - known)]
+    wrong += [
+        f"the model has no {name}" for name in sorted(set(tensors) - known)
+    ]
     if wrong:
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(f"{folder.path}: {'; '.join(wrong[:5])}{more}.")
@@ -464,7 +521,9 @@ def import_weights(source: Path, out: Path) -> Path:
     optimizer state."""
     with HubReader(source) as reader:
         if steps(out):
-            raise CheckpointError(f"{out} holds checkpoints; choose a new folder.")
+            raise CheckpointError(
+                f"{out} holds checkpoints; choose a new folder."
+            )
         with hold_run(out):
             name = f"{HUB}{source.absolute()}"
             own = {"model": {"own": name}} if families.code_of(name)[0] else {}
@@ -479,7 +538,10 @@ def _tensors(folder: Folder) -> dict[str, Placed]:
     if (folder.path / INDEX).exists():
         index = folder.json(INDEX, families.LIMIT).get("weight_map")
         index = decode(
-            _Index, {"weight_map": index}, str(folder.path / INDEX), folder.error
+            _Index,
+            {"weight_map": index},
+            str(folder.path / INDEX),
+            folder.error,
         )
         files = sorted(set(index.weight_map.values()))
     elif (folder.path / ONE).exists():
@@ -493,7 +555,8 @@ def _tensors(folder: Folder) -> dict[str, Placed]:
         for name, (entry, offset) in stored.read_header(folder, file).items():
             if name in tensors:
                 folder.refuse(
-                    file, f"holds {name[:80]!r}, which {tensors[name][0]} has already."
+                    file,
+                    f"holds {name[:80]!r}, which {tensors[name][0]} has already.",
                 )
             # Old versions stored these buffers; they are computed from the
             # configuration.
@@ -506,16 +569,21 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
     """Write a checkpoint in the run's format, as if each file came from a rank."""
     hidden = make_hidden(out / f"{SAVING}00000000")
     reports, every = [], reader.manifest.tensors
-    sizes = [math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in every]
+    sizes = [
+        math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in every
+    ]
     for number, run in enumerate(_shards(every, sizes)):
         tensors = {each.title: reader.whole(each) for each in run}
         own = tuple(
-            replace(each, shards=(_whole(each.title, each.whole),)) for each in run
+            replace(each, shards=(_whole(each.title, each.whole),))
+            for each in run
         )
         manifest = stored.Manifest(
             0, shape=reader.manifest.shape, config=config, tensors=own
         )
-        reports.append(write_own(hidden / stored.file_of(number), manifest, tensors))
+        reports.append(
+            write_own(hidden / stored.file_of(number), manifest, tensors)
+        )
     commit(out, hidden, reports, 1)
     return steps(out)[0]
 
@@ -547,9 +615,15 @@ def decoded_names(
     for name, (file, entry, offset) in tensors.items():
         plain, of = name.removesuffix(_BLOCKS), name.removesuffix(_SCALES)
         if plain != name and plain + _SCALES in tensors:
-            *rows, groups, width = entry.shape if len(entry.shape) > 1 else (0, 0)
+            *rows, groups, width = (
+                entry.shape if len(entry.shape) > 1 else (0, 0)
+            )
             scales = tensors[plain + _SCALES][1]
-            right = width == 16 and scales.shape == (*rows, groups) and len(rows) == 2
+            right = (
+                width == 16
+                and scales.shape == (*rows, groups)
+                and len(rows) == 2
+            )
             if not right or {entry.dtype, scales.dtype} != {*stored.BYTES}:
                 raise CheckpointError(
                     f"{where}: {name} {list(entry.shape)} and its scales {list(scales.shape)} are not"
@@ -560,7 +634,9 @@ def decoded_names(
                 plain,
                 (
                     file,
-                    replace(entry, dtype=stored.NAMES[torch.bfloat16], shape=shape),
+                    replace(
+                        entry, dtype=stored.NAMES[torch.bfloat16], shape=shape
+                    ),
                     offset,
                 ),
             )

@@ -126,7 +126,10 @@ class StoredShard:
             )
         if self.file >= len(files):
             yield f"there is no file {self.file} of {len(files)}."
-        end, file = self.offset + (self.stop - self.start) * itemsize, files[self.file]
+        end, file = (
+            self.offset + (self.stop - self.start) * itemsize,
+            files[self.file],
+        )
         if end > file.size:
             yield f"its elements end at byte {end:,} of {file.name}, which has {file.size:,}."
 
@@ -179,7 +182,10 @@ class StoredTensor:
                 at = shard.stop
             if at != count:
                 yield f"a part ends at {at:,} of {count:,}."
-            if any(b > n for (_, b), n in zip(part[0].box, self.shape, strict=True)):
+            if any(
+                b > n
+                for (_, b), n in zip(part[0].box, self.shape, strict=True)
+            ):
                 yield f"a part lies outside its shape {list(self.shape)}."
         if len(parts) > PARTS:
             yield f"{len(parts)} parts; the maximum is {PARTS}."
@@ -268,10 +274,15 @@ class Manifest(Progress):
     def parse(cls, text: str, folder: Path) -> Manifest:
         """Parse a manifest and check that it is consistent in itself and with its
         folder's name."""
-        manifest, where = cls.decode(text, str(folder / MANIFEST)), folder / MANIFEST
+        manifest, where = (
+            cls.decode(text, str(folder / MANIFEST)),
+            folder / MANIFEST,
+        )
         if problem := next(manifest.problems(), ""):
             raise CheckpointError(f"{where}: body: {problem}")
-        if folder.name.startswith("step-") and folder.name != name_of(manifest.step):
+        if folder.name.startswith("step-") and folder.name != name_of(
+            manifest.step
+        ):
             raise CheckpointError(
                 f"{where}: is for step {manifest.step} but lies in {folder.name}: it belongs to another"
                 " checkpoint."
@@ -306,11 +317,15 @@ class Manifest(Progress):
         )
         for report in reports:
             for tensor in report.tensors:
-                known = tensors.setdefault(tensor.title, replace(tensor, shards=()))
+                known = tensors.setdefault(
+                    tensor.title, replace(tensor, shards=())
+                )
                 shards = tuple(
                     replace(s, file=s.file + len(files)) for s in tensor.shards
                 )
-                tensors[tensor.title] = replace(known, shards=known.shards + shards)
+                tensors[tensor.title] = replace(
+                    known, shards=known.shards + shards
+                )
             files += report.files
         optimizers = {report.optimizer for report in reports} - {""}
         updates = {report.updates for report in reports} - {None}
@@ -339,7 +354,8 @@ class Manifest(Progress):
             yield "a tensor is listed twice."
         for tensor in self.tensors:
             yield from (
-                f"{tensor.title[:80]}: {what}" for what in tensor.problems(self.files)
+                f"{tensor.title[:80]}: {what}"
+                for what in tensor.problems(self.files)
             )
         yield from self._empty_files()
         # the scale, and the number of steps for which it has not changed
@@ -380,7 +396,9 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def _sum(body: object) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), default=_table)
+    text = json.dumps(
+        body, sort_keys=True, separators=(",", ":"), default=_table
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -407,19 +425,27 @@ class HeaderEntry:
                 f" {end - start:,} are given."
             )
         if start != at:
-            what = "shares bytes with" if start < at else "leaves bytes unclaimed after"
+            what = (
+                "shares bytes with"
+                if start < at
+                else "leaves bytes unclaimed after"
+            )
             yield f"{what} the one before: it begins at {start:,}, not {at:,}."
 
 
 def write_file(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[StoredFile, dict[str, int]]:
     """Write contiguous host tensors to a new file and fsync it. Return the file and
     each tensor's byte offset.
 
     A thread reads the chunks back meanwhile and compares them with what was written.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = (
+        {"__metadata__": dict(metadata)} if metadata else {}
+    )
     offsets, end = dict[str, int](), 0
     for name, x in tensors.items():
         offsets[name], end = end, end + x.nbytes
@@ -432,9 +458,15 @@ def write_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     first = len(text).to_bytes(8, "little") + text
-    blocks = [memoryview(first), *(raw_bytes(x) for x in tensors.values() if x.numel())]
+    blocks = [
+        memoryview(first),
+        *(raw_bytes(x) for x in tensors.values() if x.numel()),
+    ]
     checksum = FASTEST
-    with path.open("xb+", buffering=0) as file, ThreadPoolExecutor(1) as thread:
+    with (
+        path.open("xb+", buffering=0) as file,
+        ThreadPoolExecutor(1) as thread,
+    ):
         sums = []
         for number, chunk in enumerate(_chunks(blocks)):
             for block in chunk:
@@ -442,7 +474,9 @@ def write_file(
                 # Small writes: one of megabytes makes the kernel look for huge pages.
                 while left:
                     left = left[file.write(left[:_BLOCK]) :]
-            sums.append(thread.submit(_compared_sum, checksum, chunk, file, number))
+            sums.append(
+                thread.submit(_compared_sum, checksum, chunk, file, number)
+            )
         os.fsync(file.fileno())
         chunks = tuple(each.result() for each in sums)
     begin = len(first)
@@ -484,12 +518,18 @@ def _compared_sum(
         )
     # Start writing this chunk to the disk now instead of at the fsync: a third less
     # time.
-    os.posix_fadvise(file.fileno(), number * CHUNK, CHUNK, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(
+        file.fileno(), number * CHUNK, CHUNK, os.POSIX_FADV_DONTNEED
+    )
     return written
 
 
 def _chunk_sum(checksum: str, file: BinaryIO, number: int) -> str:
-    digest, at, block = CHECKSUMS[checksum](), number * CHUNK, bytearray(_BLOCK)
+    digest, at, block = (
+        CHECKSUMS[checksum](),
+        number * CHUNK,
+        bytearray(_BLOCK),
+    )
     while at < (number + 1) * CHUNK and (
         count := os.preadv(file.fileno(), [block], at)
     ):
@@ -518,7 +558,9 @@ def read_into(file: BinaryIO, offset: int, out: Tensor) -> None:
         left, offset = left[count:], offset + count
 
 
-def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]:
+def read_header(
+    folder: Folder, name: str
+) -> dict[str, tuple[HeaderEntry, int]]:
     """Return a file's tensors and their byte offsets by name, if its header is valid.
 
     A valid header has unique names, known dtypes and matching sizes, and every byte
@@ -536,24 +578,34 @@ def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]
         try:
             text = file.read(length).decode()
         except UnicodeDecodeError:
-            folder.refuse(name, "is not a safetensors file: its header is not text.")
+            folder.refuse(
+                name, "is not a safetensors file: its header is not text."
+            )
     table = parse_json(text, str(folder.path / name), folder.error)
     table.pop("__metadata__", None)
-    places = {title: f"{folder.path / name}: {title[:80]!r}" for title in table}
+    places = {
+        title: f"{folder.path / name}: {title[:80]!r}" for title in table
+    }
     entries = dict[str, HeaderEntry]()
     for title, value in table.items():
         if not isinstance(value, dict):
             raise folder.error(
                 f"{places[title]}: is {str(value)[:60]}; a table is expected there."
             )
-        entries[title] = decode(HeaderEntry, value, places[title], folder.error)
+        entries[title] = decode(
+            HeaderEntry, value, places[title], folder.error
+        )
     begin, at = 8 + length, 0
-    for title, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
+    for title, entry in sorted(
+        entries.items(), key=lambda each: each[1].data_offsets
+    ):
         if problem := next(entry.problems(at), ""):
             raise folder.error(f"{places[title]}: {problem}")
         at = entry.data_offsets[1]
     if begin + at != size:
-        folder.refuse(name, f"has {size:,} bytes; its header describes {begin + at:,}.")
+        folder.refuse(
+            name, f"has {size:,} bytes; its header describes {begin + at:,}."
+        )
     return {
         title: (entry, begin + entry.data_offsets[0])
         for title, entry in entries.items()
@@ -601,14 +653,18 @@ def verify_checkpoint(path: Path) -> list[str]:
         return [str(error)]
 
 
-def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> list[str]:
+def faults(
+    path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1
+) -> list[str]:
     """List faults in a checkpoint's files, or in this rank's share of them.
 
     Reads all bytes, and compares the headers with the manifest.
     """
     folder = Folder(path, CheckpointError)
     own = range(rank, len(manifest.files), ranks)
-    wrong = [fault for number in own if (fault := damage(folder, manifest, number))]
+    wrong = [
+        fault for number in own if (fault := damage(folder, manifest, number))
+    ]
     headers = {}
     for number in own if not wrong else ():
         try:
@@ -619,7 +675,11 @@ def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> lis
         for shard in (s for s in tensor.shards if s.file in headers):
             count = shard.stop - shard.start
             entry, offset = headers[shard.file].get(shard.key, (None, 0))
-            there = (entry.dtype, math.prod(entry.shape), offset) if entry else None
+            there = (
+                (entry.dtype, math.prod(entry.shape), offset)
+                if entry
+                else None
+            )
             if there != (tensor.dtype, count, shard.offset):
                 wrong.append(
                     f"{path / manifest.files[shard.file].name}: {shard.key} is not stored as the"

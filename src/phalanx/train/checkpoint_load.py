@@ -114,12 +114,16 @@ def load(
     problem = f"{path} cannot be loaded. "
     together(group, lambda: _check(manifest, local, updates), problem)
     together(
-        group, lambda: _fill(TensorReader(path, manifest), local, updates), problem
+        group,
+        lambda: _fill(TensorReader(path, manifest), local, updates),
+        problem,
     )
     _refresh(local)
     notices = [] if identity is None else identity.notices(manifest)
     if identity is not None and adopt:
-        notices += [f"adopted: {each}" for each in identity.differences(manifest)]
+        notices += [
+            f"adopted: {each}" for each in identity.differences(manifest)
+        ]
     return Loaded(manifest, path, tuple(damaged), tuple(notices))
 
 
@@ -176,7 +180,9 @@ def choose(
         return found, damaged + failed
 
 
-def _newest_sound(folder: Path, group: Group) -> tuple[Found | None, list[str]]:
+def _newest_sound(
+    folder: Path, group: Group
+) -> tuple[Found | None, list[str]]:
     """Return the newest undamaged checkpoint, the same on every rank.
 
     All bytes are read, a share by each rank.
@@ -224,7 +230,9 @@ def newest(folder: Path) -> tuple[Path, Manifest] | None:
 
 # ---- comparing the model
 
-LINES = 5  # weights listed in an error; every weight of another model may differ
+LINES = (
+    5  # weights listed in an error; every weight of another model may differ
+)
 
 
 @dataclass(frozen=True)
@@ -249,12 +257,16 @@ class ModelIdentity:
             "tied": [list(pair) for pair in model.tied],
             "counts": dict(model.counts),
             "own": own,
-            "source": hashlib.sha256(Path(code_of(own)[0]).read_bytes()).hexdigest()
+            "source": hashlib.sha256(
+                Path(code_of(own)[0]).read_bytes()
+            ).hexdigest()
             if own
             else "",
             "modules": modules_of(own) if own else {},
         }
-        weights = {name: tuple(weight.shape) for name, weight in model.weights.items()}
+        weights = {
+            name: tuple(weight.shape) for name, weight in model.weights.items()
+        }
         return cls(shape, weights, record)
 
     def differences(self, manifest: Manifest) -> list[str]:
@@ -263,9 +275,13 @@ class ModelIdentity:
 
         A manifest without a shape or a record is compared by its weights alone.
         """
-        if manifest.shape and (wrong := differing_sizes(manifest.shape, self.shape)):
+        if manifest.shape and (
+            wrong := differing_sizes(manifest.shape, self.shape)
+        ):
             return wrong
-        wrong = _differing(_record(manifest), self.record, ("pieces", "tied", "counts"))
+        wrong = _differing(
+            _record(manifest), self.record, ("pieces", "tied", "counts")
+        )
         wrong = wrong or weight_differences(manifest, self.weights) + [
             f"has a weight {each.name[:80]!r}, which the model lacks"
             for each in manifest.tensors
@@ -289,7 +305,8 @@ class ModelIdentity:
         )
         if there and was != here["own"] and not (was and source and same):
             first, second = (
-                repr(n[:200]) if n else "the built-in one" for n in (here["own"], was)
+                repr(n[:200]) if n else "the built-in one"
+                for n in (here["own"], was)
             )
             return [
                 f"the model is {first}, the checkpoint is of {second}: names and sizes are equal, but the"
@@ -306,7 +323,8 @@ class ModelIdentity:
         if isinstance(modules, dict):
             for name in sorted({*modules, *here["modules"]}):
                 new, old = (
-                    str(each.get(name, "none")) for each in (here["modules"], modules)
+                    str(each.get(name, "none"))
+                    for each in (here["modules"], modules)
                 )
                 if new != old:
                     changed.append(
@@ -320,7 +338,9 @@ class ModelIdentity:
         ] + (more if len(changed) > LINES else [])
 
 
-def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> None:
+def refuse_other(
+    path: Path, manifest: Manifest, identity: ModelIdentity
+) -> None:
     """Refuse a checkpoint of another model. All ranks decide alike, since all have the
     manifest."""
     if wrong := identity.differences(manifest):
@@ -464,7 +484,11 @@ def weight_differences(
     manifest: Manifest, weights: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     """List weights that a checkpoint lacks or has in another shape."""
-    there = {each.name: each.shape for each in manifest.tensors if each.kind == WEIGHT}
+    there = {
+        each.name: each.shape
+        for each in manifest.tensors
+        if each.kind == WEIGHT
+    }
     return [
         f"{name} is {list(there[name])}, but {list(shape)} in the model"
         if name in there
@@ -496,9 +520,15 @@ def _differing(
 
 def table_of(shape: Shape) -> dict[str, Any]:
     """Convert a shape to a run file's `model` table, without default values."""
-    plain = {f.name: f.default for f in fields(shape) if f.default is not MISSING}
+    plain = {
+        f.name: f.default for f in fields(shape) if f.default is not MISSING
+    }
     sizes = asdict(shape)
-    return {key: n for key, n in sizes.items() if key not in plain or plain[key] != n}
+    return {
+        key: n
+        for key, n in sizes.items()
+        if key not in plain or plain[key] != n
+    }
 
 
 def own_model(manifest: Manifest) -> str:
@@ -527,7 +557,9 @@ def _check(
 ) -> None:
     """Refuse tensors that do not fit this rank's model and optimizer. Weights that are
     `drawn` may be missing."""
-    own = {w.name: tuple(w.shape) for unit in local.every_unit for w in unit.order}
+    own = {
+        w.name: tuple(w.shape) for unit in local.every_unit for w in unit.order
+    }
     wrong = weight_differences(
         manifest, {n: shape for n, shape in own.items() if not drawn(n)}
     )
@@ -546,8 +578,12 @@ def _check(
             wrong.append(
                 f"stores the state of {name}, but the run's optimizer is {optimizer}"
             )
-        shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
-        weights = [weight for unit in local.units.values() for weight in unit.order]
+        shapes = {
+            (each.kind, each.name): each.shape for each in manifest.tensors
+        }
+        weights = [
+            weight for unit in local.units.values() for weight in unit.order
+        ]
         for kind in known:
             kept = [
                 w.name
@@ -555,10 +591,13 @@ def _check(
                 if traits and kind in traits.kept(matrix=bool(w.matrices))
             ]
             lost = [
-                weight for weight in kept if shapes.get((kind, weight)) != own[weight]
+                weight
+                for weight in kept
+                if shapes.get((kind, weight)) != own[weight]
             ]
             wrong += [
-                f"{kind} of {each} is missing or of another shape" for each in lost[:1]
+                f"{kind} of {each} is missing or of another shape"
+                for each in lost[:1]
             ]
     if wrong:
         raise CheckpointError("; ".join(wrong))
@@ -587,7 +626,11 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     traits = _traits(reader.manifest, updates)
     for update in updates.values() if kinds and traits else ():
         for number, (_, view) in enumerate(update.every_run):
-            kept = traits.kept(matrix=number >= len(update.runs)) if traits else ()
+            kept = (
+                traits.kept(matrix=number >= len(update.runs))
+                if traits
+                else ()
+            )
             state = {kind: torch.zeros_like(view) for kind in kept}
             if count is not None:
                 # Fused optimizers keep the step count on the parameters' device, in
@@ -610,7 +653,9 @@ class TensorReader(ExitStack):
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__()
         self.folder, self.manifest = Folder(path, CheckpointError), manifest
-        self.tensors = {(each.kind, each.name): each for each in manifest.tensors}
+        self.tensors = {
+            (each.kind, each.name): each for each in manifest.tensors
+        }
         self.files: dict[int, BinaryIO] = {}
 
     def whole(self, tensor: StoredTensor) -> Tensor:
@@ -619,7 +664,10 @@ class TensorReader(ExitStack):
     def numbers(self, kind: str, entry: Entry) -> Tensor:
         """Return an entry's elements, flat. Whole rows of its shard are read; padding
         is zero."""
-        tensor, local = self.tensors[kind, entry.weight.name], entry.weight.local
+        tensor, local = (
+            self.tensors[kind, entry.weight.name],
+            entry.weight.local,
+        )
         if not (box := box_of(entry)):
             return self.whole(tensor).view(-1)
         row = math.prod(local[1:])
@@ -631,7 +679,9 @@ class TensorReader(ExitStack):
             padded = part.new_zeros(last - first, *local[1:])
             padded[tuple(slice(0, n) for n in part.shape)] = part
             part = padded
-        return part.view(-1)[entry.start - first * row : entry.stop - first * row]
+        return part.view(-1)[
+            entry.start - first * row : entry.stop - first * row
+        ]
 
     def box(self, tensor: StoredTensor, box: Box) -> Tensor:
         """Return a box of a tensor, in the stored dtype, on the host."""
@@ -644,10 +694,17 @@ class TensorReader(ExitStack):
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
             if any(a >= b for a, b in common):
                 continue
-            (rows, *inside), (to, *at) = _slices(common, outer), _slices(common, box)
+            (rows, *inside), (to, *at) = (
+                _slices(common, outer),
+                _slices(common, box),
+            )
             whole = common[1:] == outer[1:]
-            if common == box and whole:  # the box lies within this part: no copy
-                return self._rows(tensor, part, rows.start, rows.stop).contiguous()
+            if (
+                common == box and whole
+            ):  # the box lies within this part: no copy
+                return self._rows(
+                    tensor, part, rows.start, rows.stop
+                ).contiguous()
             # Read partial rows in blocks, so that a rank needs little more memory than
             # it keeps.
             count, row = (
@@ -657,7 +714,9 @@ class TensorReader(ExitStack):
             many = count if whole else max(1, BLOCK // row)
             for first in range(0, count, many):
                 last = min(first + many, count)
-                cut = self._rows(tensor, part, rows.start + first, rows.start + last)
+                cut = self._rows(
+                    tensor, part, rows.start + first, rows.start + last
+                )
                 out[to.start + first : to.start + last, *at] = cut[:, *inside]
         return out
 
@@ -677,7 +736,9 @@ class TensorReader(ExitStack):
             a, b = max(start, shard.start), min(stop, shard.stop)
             if a < b:
                 offset = shard.offset + (a - shard.start) * flat.element_size()
-                read_into(self._file(shard.file), offset, flat[a - start : b - start])
+                read_into(
+                    self._file(shard.file), offset, flat[a - start : b - start]
+                )
         return flat.view(last - first, *dims)
 
     def _file(self, number: int) -> BinaryIO:
@@ -689,4 +750,6 @@ class TensorReader(ExitStack):
 
 def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
     """Return the slices of a box within an enclosing one."""
-    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True))
+    return tuple(
+        slice(a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True)
+    )

@@ -91,7 +91,11 @@ class MemoryCheckpoints:
     def __init__(
         self, folder: Path, host: str, local: LocalModel, updates: Updates
     ) -> None:
-        self.folder, self.local, self.group = folder, local, local.groups.everyone
+        self.folder, self.local, self.group = (
+            folder,
+            local,
+            local.groups.everyone,
+        )
         self.saver = checkpoint.Saver(folder, local, updates)
         self.hosts: dict[str, list[int]] = {}
         for rank, each in enumerate(exchange(self.group, host)):
@@ -168,13 +172,17 @@ class MemoryCheckpoints:
         if self.folder.stat().st_uid != os.getuid():
             raise CheckpointError(f"{self.folder} is another user's")
         stat = os.statvfs(self.folder)
-        if (free := min(stat.f_bavail * stat.f_frsize, available_memory())) < needed:
+        if (
+            free := min(stat.f_bavail * stat.f_frsize, available_memory())
+        ) < needed:
             raise CheckpointError(
                 f"{binary_text(needed)} are needed in {self.folder}, but only {binary_text(free)} are free"
             )
         checkpoint.make_hidden(hidden)
 
-    def _move(self, folder: Path, files: Sequence[tuple[str, int, int, int]]) -> None:
+    def _move(
+        self, folder: Path, files: Sequence[tuple[str, int, int, int]]
+    ) -> None:
         """Copy files between hosts, one chunk of each at a time.
 
         Each file is given by name, size, source rank and target rank.
@@ -184,8 +192,13 @@ class MemoryCheckpoints:
         me, world, error = self.group.rank, self.group.size, ""
         for at in range(0, max(size for _, size, *_ in files), stored.CHUNK):
             sent, taken = [0] * world, [0] * world
-            own, writes = [torch.empty(0, dtype=torch.uint8)], list[tuple[str, int]]()
-            for name, size, source, target in sorted(files, key=lambda each: each[2:]):
+            own, writes = (
+                [torch.empty(0, dtype=torch.uint8)],
+                list[tuple[str, int]](),
+            )
+            for name, size, source, target in sorted(
+                files, key=lambda each: each[2:]
+            ):
                 count = max(0, min(stored.CHUNK, size - at))
                 if source == me:
                     own.append(torch.zeros(count, dtype=torch.uint8))
@@ -199,7 +212,9 @@ class MemoryCheckpoints:
                 if target == me:
                     taken[source] += count
                     writes.append((name, count))
-            out = torch.empty(sum(taken), dtype=torch.uint8, device=self.group.device)
+            out = torch.empty(
+                sum(taken), dtype=torch.uint8, device=self.group.device
+            )
             self.group.all_to_all(
                 out, torch.cat(own).to(self.group.device), taken, sent
             )
@@ -221,7 +236,9 @@ class MemoryCheckpoints:
         Returns None if a part is missing or damaged.
         """
         seen, texts = self._seen()
-        tables = [json.loads(text) for text in exchange(self.group, json.dumps(seen))]
+        tables = [
+            json.loads(text) for text in exchange(self.group, json.dumps(seen))
+        ]
         have: dict[tuple[int, str, int], dict[str, set[int]]] = {}
         for host, ranks in self.hosts.items():
             for step, digest, count, sound in (
@@ -240,7 +257,9 @@ class MemoryCheckpoints:
             return None
         path = self.folder / stored.name_of(step)
         root = next(
-            n for n, table in enumerate(tables) if digest in {each[1] for each in table}
+            n
+            for n, table in enumerate(tables)
+            if digest in {each[1] for each in table}
         )
         text = broadcast_text(self.group, texts.get(digest, ""), root)
         manifest = stored.Manifest.parse(text, path)
@@ -250,7 +269,9 @@ class MemoryCheckpoints:
             return None
         return path, manifest
 
-    def _seen(self) -> tuple[list[tuple[int, str, int, list[int]]], dict[str, str]]:
+    def _seen(
+        self,
+    ) -> tuple[list[tuple[int, str, int, list[int]]], dict[str, str]]:
         """List the checkpoints in this host's memory, with the intact files of this
         rank's share. Return them and the manifests by digest."""
         seen, texts = [], {}
@@ -266,9 +287,13 @@ class MemoryCheckpoints:
                     len(manifest.files),
                     len(self.ranks),
                 )
-                sound = [n for n in own if not stored.damage(folder, manifest, n)]
+                sound = [
+                    n for n in own if not stored.damage(folder, manifest, n)
+                ]
                 digest = hashlib.sha256(text.encode()).hexdigest()
-                seen.append((manifest.step, digest, len(manifest.files), sound))
+                seen.append(
+                    (manifest.step, digest, len(manifest.files), sound)
+                )
                 texts[digest] = text
         return seen, texts
 
@@ -305,11 +330,14 @@ class MemoryCheckpoints:
                 and any(number in needs[r] for r in ranks)
             ]
             self._move(
-                path, [(file.name, file.size, source, target) for target in lack]
+                path,
+                [(file.name, file.size, source, target) for target in lack],
             )
             if self.group.rank in lack:
                 wrong.append(
-                    stored.damage(Folder(path, CheckpointError), manifest, number)
+                    stored.damage(
+                        Folder(path, CheckpointError), manifest, number
+                    )
                 )
         if errors := errors_of(self.group, "; ".join(filter(None, wrong))):
             raise checkpoint.RanksFailed("", errors)
@@ -322,15 +350,25 @@ class MemoryCheckpoints:
         needs = set()
         for unit in self.local.every_unit:
             for entry in unit.entries():
-                box, row = checkpoint.box_of(entry), math.prod(entry.weight.local[1:])
+                box, row = (
+                    checkpoint.box_of(entry),
+                    math.prod(entry.weight.local[1:]),
+                )
                 # Whole rows are read.
-                start, stop = entry.start // row * row, -(-entry.stop // row) * row
+                start, stop = (
+                    entry.start // row * row,
+                    -(-entry.stop // row) * row,
+                )
                 for number in tensors.get(entry.weight.name, ()):
                     for shard in manifest.tensors[number].shards:
                         same = shard.box == box
-                        if same and (shard.stop <= start or shard.start >= stop):
+                        if same and (
+                            shard.stop <= start or shard.start >= stop
+                        ):
                             continue
                         pairs = zip(shard.box, box, strict=True)
-                        if all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs):
+                        if all(
+                            max(a, c) < min(b, d) for (a, b), (c, d) in pairs
+                        ):
                             needs.add(shard.file)
         return sorted(needs)

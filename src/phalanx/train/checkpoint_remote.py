@@ -22,8 +22,12 @@ from .remote_folder import ForeignCheckpoint, RemoteFolder
 from .remote_owner import FolderLost, Ownership
 from .remote_task import Answer, Task, on_first_rank, try_often
 
-MOST_STUCK = 4  # maximum number of hanging uploads; beyond it no further one is started
-ENDING = 10.0  # seconds to wait at the end of a run until the folder is released
+MOST_STUCK = (
+    4  # maximum number of hanging uploads; beyond it no further one is started
+)
+ENDING = (
+    10.0  # seconds to wait at the end of a run until the folder is released
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ def claim(remote: Remote, group: Group) -> Answer:
         take = partial(remote.owner.take, task)
         return try_often(task, take, remote.describe, final=(RunLocked,))
 
-    answer = on_first_rank(group, work, remote.timeout, remote.describe, (RunLocked,))
+    answer = on_first_rank(
+        group, work, remote.timeout, remote.describe, (RunLocked,)
+    )
     if answer.refused:
         raise RunLocked(answer.error)
     return Answer(error=answer.error or answer.result)
@@ -74,7 +80,9 @@ class Uploader:
         self.work = threading.Condition()
         self.waiting: Path | None = None
         self.current: Path | None = None
-        self.missing = ""  # the reason why the newest checkpoint is not uploaded
+        self.missing = (
+            ""  # the reason why the newest checkpoint is not uploaded
+        )
         self._newest: Path | None = None
         self._task: Task | None = None
         self._stuck: list[Task] = []
@@ -97,7 +105,9 @@ class Uploader:
         self._stuck = [task for task in self._stuck if task.thread.is_alive()]
         if len(self._stuck) >= MOST_STUCK:
             path, self.current = self.current, None
-            self._decide(path, f"{len(self._stuck)} earlier uploads are still hanging")
+            self._decide(
+                path, f"{len(self._stuck)} earlier uploads are still hanging"
+            )
             return
         self._task = Task(partial(self._upload, self.current))
         self._task.on_end = partial(self._ended, self._task, self.current)
@@ -107,7 +117,9 @@ class Uploader:
         step = stored.step_of(path.name)
 
         def once() -> None:
-            folder = RemoteFolder(self.remote.url, task, fresh=bool(self._stuck))
+            folder = RemoteFolder(
+                self.remote.url, task, fresh=bool(self._stuck)
+            )
             confirm = partial(self.owner.confirm, folder)
             confirm()
             folder.upload(path, self.owner.owns, confirm)
@@ -126,7 +138,9 @@ class Uploader:
         with self.work:
             if task is self._task:
                 error = (
-                    self.remote.describe(task.raised) if task.raised else task.result
+                    self.remote.describe(task.raised)
+                    if task.raised
+                    else task.result
                 )
                 self._decide(path, error, there=task.there)
                 self._next()
@@ -135,7 +149,10 @@ class Uploader:
     def _decide(self, path: Path, error: str, *, there: bool = False) -> None:
         step = stored.step_of(path.name)
         if there:
-            error, notice = "", error and f"old ones could not be removed: {error}"
+            error, notice = (
+                "",
+                error and f"old ones could not be removed: {error}",
+            )
             self._results.append(Saved(step, path, notice=notice))
         else:
             self._results.append(Saved(step, path, error))
@@ -241,5 +258,7 @@ def fetch_newer(
         return json.dumps([wanted, error or foreign])
 
     answer = on_first_rank(group, work, remote.timeout, remote.describe)
-    wanted, error = json.loads(answer.result) if answer.result else (-1, answer.error)
+    wanted, error = (
+        json.loads(answer.result) if answer.result else (-1, answer.error)
+    )
     return wanted >= 0, error and f"{remote.url}: {error}"

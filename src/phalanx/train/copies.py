@@ -31,7 +31,9 @@ from ..parallel.local import LocalModel
 from .optimizer import Update
 
 COLUMNS = 4096  # columns of the table that a tensor is viewed as
-CHUNK = {"cpu": 1 << 18}  # elements widened to int64 at once: they fit into a cache
+CHUNK = {
+    "cpu": 1 << 18
+}  # elements widened to int64 at once: they fit into a cache
 LARGE_CHUNK = 1 << 22  # on a GPU
 MOST = 6  # maximum number of differences listed
 ORDERS = 3  # process groups of a tensor: see `ComparedTensor`
@@ -45,7 +47,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 def _odd_numbers(count: int, salt: int, device: torch.device) -> Tensor:
     """Return pseudo-random odd 64-bit numbers, the same everywhere (splitmix64, Steele
     et al. 2014)."""
-    z = torch.arange(1 + salt, 1 + salt + count, device=device) * -7046029254386353131
+    z = (
+        torch.arange(1 + salt, 1 + salt + count, device=device)
+        * -7046029254386353131
+    )
     for shift, factor in (
         (30, -4658895280553007687),
         (27, -7723592293110705685),
@@ -73,7 +78,9 @@ def checksum(x: Tensor) -> Tensor:
     # The multiplier of an element is that of its row times that of its column, so that
     # no table of multipliers is as large as the tensor.
     multipliers = _odd_numbers(_at_least(rows + 1), 1 << 32, bits.device)
-    total = (bits[whole:] * columns[: bits.numel() - whole]).sum() * multipliers[rows]
+    total = (
+        bits[whole:] * columns[: bits.numel() - whole]
+    ).sum() * multipliers[rows]
     step = max(1, CHUNK.get(bits.device.type, LARGE_CHUNK) // COLUMNS)
     for first in range(0, rows, step):
         last = min(first + step, rows)
@@ -109,7 +116,9 @@ class ComparedTensor(NamedTuple):
 
     @property
     def has_copies(self) -> bool:
-        return any(group is not None and group.size > 1 for group in self.groups)
+        return any(
+            group is not None and group.size > 1 for group in self.groups
+        )
 
 
 class Copies:
@@ -121,14 +130,19 @@ class Copies:
     """
 
     def __init__(
-        self, local: LocalModel, updates: Mapping[int, Update], names: Sequence[str]
+        self,
+        local: LocalModel,
+        updates: Mapping[int, Update],
+        names: Sequence[str],
     ) -> None:
         self.local, self.updates = local, updates
         self.everyone = local.groups.everyone
         self.along_tp = local.groups.units[0].also
         self.buffers = dict(_buffers(local, names))
         self.at_start = [checksum(x) for x in self.buffers.values()]
-        self.any = self._anywhere(any(each.has_copies for each in self._compared()))
+        self.any = self._anywhere(
+            any(each.has_copies for each in self._compared())
+        )
 
     @torch.no_grad()
     def differences(self) -> str:
@@ -150,7 +164,10 @@ class Copies:
                     members.setdefault(group, []).append(i)
             for group, chosen in members.items():
                 verdicts.append(
-                    (chosen, _differ(group, torch.stack([sums[i] for i in chosen])))
+                    (
+                        chosen,
+                        _differ(group, torch.stack([sums[i] for i in chosen])),
+                    )
                 )
         differ = [verdict for _, verdict in verdicts]
         # The only value that the host waits for if all copies are equal.
@@ -194,7 +211,10 @@ class Copies:
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
             group = self._group_along_tp(entry)
-            if runs and runs[-1] == (slice(runs[-1][0].start, run.start), group):
+            if runs and runs[-1] == (
+                slice(runs[-1][0].start, run.start),
+                group,
+            ):
                 run = slice(runs.pop()[0].start, run.stop)
             runs.append((run, group))
         yield from runs
@@ -210,7 +230,11 @@ class Copies:
         """Yield what this rank keeps of a run of elements: weights, compute copy,
         optimizer state."""
         yield WEIGHT, unit.home[run]
-        if unit.buffer is not None and not unit.same and unit.groups.gather.size == 1:
+        if (
+            unit.buffer is not None
+            and not unit.same
+            and unit.groups.gather.size == 1
+        ):
             # a gathered buffer is as old as the last gather, so it is not compared
             yield COMPUTE_COPY, unit.buffer[run]
         if unit.frozen:
@@ -238,7 +262,9 @@ class Copies:
         """Name the weights that differ and their ranks. Collective, so it also runs
         where all are equal."""
         texts = exchange(self.everyone, json.dumps(sorted(found)))
-        everywhere = {CopyOf(*each) for text in texts for each in json.loads(text)}
+        everywhere = {
+            CopyOf(*each) for text in texts for each in json.loads(text)
+        }
         # Weight by weight, so that all copies of a weight are found, along any axis.
         own = dict(self._sums_by_weight(everywhere))
         holders: dict[str, dict[str, list[int]]] = defaultdict(
@@ -262,22 +288,35 @@ class Copies:
         names = list(self.buffers)
         for each in self._compared():
             if each.where in found and each.where.kind == BUFFER:
-                yield f"{names[each.where.unit]}[{BUFFER}]", str(int(self._sum(each)))
+                yield (
+                    f"{names[each.where.unit]}[{BUFFER}]",
+                    str(int(self._sum(each))),
+                )
         for unit in self.local.every_unit:
             for entry in unit.entries():
                 weight = entry.weight
-                run = slice(entry.offset, entry.offset + entry.stop - entry.start)
+                run = slice(
+                    entry.offset, entry.offset + entry.stop - entry.start
+                )
                 sums: dict[str, list[int]] = {}
                 for kind, numbers in self._kinds(unit, run):
                     if CopyOf(kind, unit.number, unit.frozen) in found:
-                        sums.setdefault(kind, []).append(int(checksum(numbers)))
+                        sums.setdefault(kind, []).append(
+                            int(checksum(numbers))
+                        )
                 for kind, values in sums.items():
-                    name = weight.name if kind == WEIGHT else f"{weight.name}[{kind}]"
+                    name = (
+                        weight.name
+                        if kind == WEIGHT
+                        else f"{weight.name}[{kind}]"
+                    )
                     place = f"{weight.box} {entry.start} {entry.stop}"
                     yield f"{name}{APART}{place}", " ".join(map(str, values))
 
 
-def _buffers(local: LocalModel, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+def _buffers(
+    local: LocalModel, names: Sequence[str]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of this rank's modules by name. `names` are those of the
     model's pieces."""
     for number, piece in local.pieces.items():
@@ -299,7 +338,10 @@ def _differ(group: Group, sums: Tensor) -> Tensor:
 def _line(name: str, holders: Mapping[str, Sequence[int]]) -> str:
     """Describe the ranks whose copy of a weight differs from the majority's."""
     alike = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
-    most, rest = alike[0], sorted(rank for ranks in alike[1:] for rank in ranks)
+    most, rest = (
+        alike[0],
+        sorted(rank for ranks in alike[1:] for rank in ranks),
+    )
     if len(most) == len(alike[1]):
         return f"{name}: {named(sorted([*most, *rest]))} copies that differ"
     return f"{name}: {named(rest)} another copy than {named(most).rpartition(' ')[0]}"

@@ -39,7 +39,9 @@ class CopyCheck:
         self.every = rank.run.train.check_copies
         part = rank.part
         self.copies = (
-            Copies(part.local, part.updates, part.names) if self.every else None
+            Copies(part.local, part.updates, part.names)
+            if self.every
+            else None
         )
 
     def after_step(self, step: CompletedStep) -> None:

@@ -22,7 +22,13 @@ from ..layout.run import Run
 from ..parallel.batch import count_valid
 from .data.batches import Batches
 from .data.prepare import prepare
-from .data.token_files import Corpus, DataError, has_tokens, open_corpus, open_prepared
+from .data.token_files import (
+    Corpus,
+    DataError,
+    has_tokens,
+    open_corpus,
+    open_prepared,
+)
 from .data.vocabulary import Vocabulary
 
 LOGITS = 1 << 26  # logits of a batch: 256 MiB in float32
@@ -61,14 +67,18 @@ def text_corpus(
         yield corpus if split == VALIDATION else _of_training(corpus)
         return
     if not Path(data).exists():
-        raise DataError(f"{data} does not exist. Name text, chats or token files.")
+        raise DataError(
+            f"{data} does not exist. Name text, chats or token files."
+        )
     if vocabulary is None:
         raise GenerateError(
             f"{data} is text, but the model's tokenizer is unknown. Name it: --tokenizer FOLDER."
         )
     with tempfile.TemporaryDirectory(prefix="phalanx-eval-") as folder:
         out = Path(folder)
-        done = prepare(Path(data), out, vocabulary, share=0.0, workers=0, **how)
+        done = prepare(
+            Path(data), out, vocabulary, share=0.0, workers=0, **how
+        )
         corpus = _of_training(open_prepared(out))
         text, tokens = done.text[0], done.tokens[0]
         known = text / tokens if text and tokens else None

@@ -112,29 +112,40 @@ class Executor:
         self.number = program.owner[rank]
         state = State(program, self.number)
         self.row, self.again = state.ops, state.again
-        self.restarting = {key for key in state.again if restarts(state.at, *key)}
+        self.restarting = {
+            key for key in state.again if restarts(state.at, *key)
+        }
         self.lanes = {op: lane(op, program, self.number) for op in self.row}
         # The operations on other lanes that each operation waits for.
         self.waits: dict[Op, tuple[Op, ...]] = {
             op: tuple(
-                n for n in needs if isinstance(n, Op) and self.lanes[n] != ops.COMPUTE
+                n
+                for n in needs
+                if isinstance(n, Op) and self.lanes[n] != ops.COMPUTE
             )
             for op, needs in state.walk()
         }
         self.updates = (
-            {n: optimizer.of(u) for n, u in local.units.items()} if optimizer else {}
+            {n: optimizer.of(u) for n, u in local.units.items()}
+            if optimizer
+            else {}
         )
         # After these operations nothing needs the values derived from a microbatch.
         uses = {op.index: op for op in self.row if op.kind in _USES_BATCH}
         self.last_uses = frozenset(uses.values())
         self.trains = any(op.kind in ops.PROPAGATES for op in self.row)
-        self.has_losses = any(piece.loss_router for piece in local.pieces.values())
+        self.has_losses = any(
+            piece.loss_router for piece in local.pieces.values()
+        )
         self.clip, self.scaling = clip, scaling
         self.clock = clock_of(local.pool.device)
         self.places = {op: place for place, op in enumerate(self.row)}
         # Set for a GPU that is watched: only its events come later than the host.
         self.progress: DeviceProgress | None = None
-        self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
+        self.out, self.back = (
+            CopyLane(local.pool.device),
+            CopyLane(local.pool.device),
+        )
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
             ops.RECOMPUTE_PART: self._again,
@@ -186,16 +197,24 @@ class Executor:
         takes time.
         """
         number = partial(
-            torch.full, (1,), dtype=torch.float64, device=self.local.pool.device
+            torch.full,
+            (1,),
+            dtype=torch.float64,
+            device=self.local.pool.device,
         )
         self.batches = batches
         # by microbatch, with the values that pieces derive from it
         self.completed: dict[int, Batch] = {}
         self.lr = lr
-        self.inputs: dict[Key, Bundle] = {}  # inputs of forwards that have not run
+        self.inputs: dict[
+            Key, Bundle
+        ] = {}  # inputs of forwards that have not run
         # gradients of backwards that have not run
         self.gradients: dict[Key, Bundle] = {}
-        self.arrivals = {ops.FORWARD: self.inputs, ops.BACKWARD: self.gradients}
+        self.arrivals = {
+            ops.FORWARD: self.inputs,
+            ops.BACKWARD: self.gradients,
+        }
         self.segments: dict[Key, Bundle] = {}  # inputs kept for recomputation
         # tensors kept for partial recomputation
         self.selected: dict[Key, Selected] = {}
@@ -216,7 +235,9 @@ class Executor:
         # sums of all pieces' outputs, by direction and piece
         self.sums_of: dict[tuple[str, int], Tensor] = {}
         self.scale: Scale | None = None
-        self.moments: list[tuple[Op, Any, Any]] = []  # start and end of each operation
+        self.moments: list[
+            tuple[Op, Any, Any]
+        ] = []  # start and end of each operation
         self.clock.begin(timed=timed, watched=self.progress is not None)
         state = State(self.program, self.number) if self.checked else None
         words = self.words
@@ -229,13 +250,18 @@ class Executor:
         for op in tuple(self.under_way):
             self._wait(op)
         words[OP] = -1
-        for group in (self.local.groups.activations, self.local.groups.gradients):
+        for group in (
+            self.local.groups.activations,
+            self.local.groups.gradients,
+        ):
             group.flush()
         named = self._numbers()
         if meanwhile is not None:
             meanwhile()
         words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
-        read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
+        read = dict(
+            zip(named, torch.cat([*named.values()]).tolist(), strict=True)
+        )
         words[WAITS] = 0
         if self.progress is not None:
             self.progress.forget()
@@ -256,7 +282,9 @@ class Executor:
         if self.local.pool.device.type == "cuda":
             self.progress = DeviceProgress(self.local.pool.device)
             looks = positions.look_at_device
-            positions.look_at_device = partial(_first_waiting, self.progress, looks)
+            positions.look_at_device = partial(
+                _first_waiting, self.progress, looks
+            )
         self.first = positions.texts(
             [f"{op} ({op.described(names)})" for op in self.row]
         )
@@ -266,7 +294,13 @@ class Executor:
         norm = {} if self.norm is None else {"norm": self.norm}
         places = range(len(self.measure.metrics))
         metrics = {f"{METRICS} {n}": self.metrics[n : n + 1] for n in places}
-        return {"loss": self.loss, "count": self.count, **norm, **self.sums, **metrics}
+        return {
+            "loss": self.loss,
+            "count": self.count,
+            **norm,
+            **self.sums,
+            **metrics,
+        }
 
     def _perform(self, op: Op) -> None:
         try:
@@ -321,14 +355,20 @@ class Executor:
         weights = {n: self.local.weights(n)[-1] for n in (*units, *still)}
         # dropped after use
         dropped = {n: u for n, u in weights.items() if not u.resident}
-        kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
+        kept = {
+            (p, m): k
+            for p, piece in pieces.items()
+            for m, k in piece.kept.items()
+        }
         copied = {
             (o.piece, o.index)
             for o in self.under_way
             if o.kind in (ops.OFFLOAD, ops.RELOAD)
         }
         away = {
-            key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)
+            key
+            for key, k in kept.items()
+            if any(box.tensor is None for box in k.boxes)
         }
         there = {**state.kept, **state.away} if self.trains else {}
         # the first piece has no input to keep
@@ -360,7 +400,11 @@ class Executor:
             ("reductions under way", under_way, {*state.under_way}),
             ("kept activations", {*kept}, {*there} - inputs),
             ("inputs of segments", segments - copied, inputs - copied),
-            ("selected outputs", {*self.selected}, parts - {*state.away} - copied),
+            (
+                "selected outputs",
+                {*self.selected},
+                parts - {*state.away} - copied,
+            ),
             (
                 "activations on the host",
                 (away | {*self.away}) - copied,
@@ -393,7 +437,9 @@ class Executor:
         # The norms are kept for `first_bad`: a unit's norms are finite only if all its
         # elements are.
         host, stage = self.program.host, self.program.owner[self.rank]
-        home = {n: u for n, u in self.local.units.items() if host[u.piece] == stage}
+        home = {
+            n: u for n, u in self.local.units.items() if host[u.piece] == stage
+        }
         self.norms = {
             n: _norms(u) for n, u in home.items() if u.groups.replica.rank == 0
         }
@@ -448,7 +494,9 @@ class Executor:
         if again and again.kind == ops.RECOMPUTE_PART:
             self.selected[p, m] = deque()
         selected = self.selected.get((p, m))
-        out = piece.forward(m, taken, self._batch(m), keep=keep, selected=selected)
+        out = piece.forward(
+            m, taken, self._batch(m), keep=keep, selected=selected
+        )
         own = out.pop(CHOICES, None)
         if own is not None and self.trains:
             self.choices[p, m] = Choices(own)
@@ -470,7 +518,9 @@ class Executor:
         piece = self.local.pieces[p]
         taken = {} if piece.first else self.segments.pop((p, m))
         selected = self.selected.pop((p, m), None)
-        out = piece.forward(m, taken, self._batch(m), keep=True, selected=selected)
+        out = piece.forward(
+            m, taken, self._batch(m), keep=True, selected=selected
+        )
         out.pop(CHOICES, None)  # the forward's choices are summed already
         if (p + 1, m) in self.again and (p + 1, m) not in self.restarting:
             self.segments[p + 1, m] = out
@@ -483,16 +533,22 @@ class Executor:
         else:
             gradients = self.gradients.pop((p, m))
         if piece.loss_router:
-            gradients = gradients | self._loss_gradients(piece.loss_router, (p, m))
+            gradients = gradients | self._loss_gradients(
+                piece.loss_router, (p, m)
+            )
         whole = op.kind == ops.BACKWARD
-        into = (piece.backward if whole else piece.input_gradient)(m, gradients)
+        into = (piece.backward if whole else piece.input_gradient)(
+            m, gradients
+        )
         if not piece.first:
             self._pass_on(ops.BACKWARD, p, p - 1, m, into)
 
     def _loss_gradients(self, router: Router, key: Key) -> Bundle:
         """Return the gradients of the terms of a router's losses."""
         choices, share = self.choices.pop(key), self._loss_scale / self.tokens
-        return router.term_gradients(share, choices.of_sequences, choices.of_batch)
+        return router.term_gradients(
+            share, choices.of_sequences, choices.of_batch
+        )
 
     def _weight_gradient(self, op: Op) -> None:
         self.local.pieces[op.piece].weight_gradient(op.index)
@@ -505,7 +561,9 @@ class Executor:
             return self.out.begin(lambda: tree_map_only(Box, Box.leave, boxed))
         if key in self.again:
             return Work()  # the first piece, recomputed, keeps nothing
-        return self.out.begin(partial(self.local.pieces[op.piece].leave, op.index))
+        return self.out.begin(
+            partial(self.local.pieces[op.piece].leave, op.index)
+        )
 
     def _come_back(self, op: Op) -> Work:
         key = op.piece, op.index
@@ -513,18 +571,27 @@ class Executor:
             boxed = self.away.pop(key)
 
             def back() -> None:
-                self.segments[key], selected = tree_map_only(Box, Box.content, boxed)
+                self.segments[key], selected = tree_map_only(
+                    Box, Box.content, boxed
+                )
                 if selected is not None:
                     self.selected[key] = selected
 
             return ChainedWork(
-                self.back.begin(lambda: tree_map_only(Box, Box.come_back, boxed)), back
+                self.back.begin(
+                    lambda: tree_map_only(Box, Box.come_back, boxed)
+                ),
+                back,
             )
         if key in self.again:
             return Work()
-        return self.back.begin(partial(self.local.pieces[op.piece].come_back, op.index))
+        return self.back.begin(
+            partial(self.local.pieces[op.piece].come_back, op.index)
+        )
 
-    def _pass_on(self, way: str, p: int, to: int, m: int, bundle: Bundle) -> None:
+    def _pass_on(
+        self, way: str, p: int, to: int, m: int, bundle: Bundle
+    ) -> None:
         for x in bundle.values():
             self._watch(way, p, x)
         if to in self.local.pieces:
@@ -545,7 +612,9 @@ class Executor:
         gradient = op.kind == ops.EXCHANGE_GRADIENT
         bundles = self.gradients if gradient else self.inputs
         bundle = bundles[op.piece - gradient, op.index]
-        return self.local.exchange.begin(op.piece, op.index, bundle, gradient=gradient)
+        return self.local.exchange.begin(
+            op.piece, op.index, bundle, gradient=gradient
+        )
 
     # ---- messages between stages
 
@@ -569,21 +638,30 @@ class Executor:
         }
         to = self.program.host[op.peer]
         return WorkGroup(
-            [group.send(x.contiguous(), to, wait=False) for x in there.values()]
+            [
+                group.send(x.contiguous(), to, wait=False)
+                for x in there.values()
+            ]
         )
 
     def _receive(self, op: Op) -> Work:
         way, group, edge = self._edge(op)
         self.arrivals[way][op.piece, op.index] = edge
         at = self.program.host[op.peer]
-        return WorkGroup([group.receive(x, at, wait=False) for x in edge.values()])
+        return WorkGroup(
+            [group.receive(x, at, wait=False) for x in edge.values()]
+        )
 
     # ---- weights and gradients
 
     def _gather(self, op: Op) -> Work:
         units = self.local.of_piece(op.piece)
         return WorkGroup(
-            [unit.gather() for unit in units if not (unit.frozen and unit.same)]
+            [
+                unit.gather()
+                for unit in units
+                if not (unit.frozen and unit.same)
+            ]
         )
 
     def _agree_scales(self, op: Op) -> Work:
@@ -602,7 +680,9 @@ class Executor:
         return self._of_trained(methodcaller("reduce"), op)
 
     def _of_trained(self, call: Callable[[Unit], Work], op: Op) -> Work:
-        return WorkGroup([*map(call, self.local.of_piece(op.piece, trained=True))])
+        return WorkGroup(
+            [*map(call, self.local.of_piece(op.piece, trained=True))]
+        )
 
     def _tie(self, op: Op) -> Work:
         unit = self.local.units[op.piece]
@@ -610,10 +690,14 @@ class Executor:
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
 
     def _to_owners(self, op: Op) -> Work:
-        return WorkGroup([update.to_owners(self.scale) for update in self._updates(op)])
+        return WorkGroup(
+            [update.to_owners(self.scale) for update in self._updates(op)]
+        )
 
     def _from_owners(self, op: Op) -> Work:
-        return WorkGroup([update.from_owners() for update in self._updates(op)])
+        return WorkGroup(
+            [update.from_owners() for update in self._updates(op)]
+        )
 
     def _update(self, op: Op) -> None:
         # Every rank has the same norm, so either all update or none does.
@@ -656,13 +740,18 @@ class Executor:
         ]
         gradients = [(p, 1) for way, p in bad if way == ops.BACKWARD]
         summed = (
-            units[n] for n, norms in self.norms.items() if not norms.isfinite().all()
+            units[n]
+            for n, norms in self.norms.items()
+            if not norms.isfinite().all()
         )
         gradients += (
-            (u.piece, u.groups.reduce.size * u.groups.replica.size) for u in summed
+            (u.piece, u.groups.reduce.size * u.groups.replica.size)
+            for u in summed
         )
         for p, ranks in gradients:  # backward starts at the last piece
-            several = f", a sum over {ranks} ranks of which any may have made it,"
+            several = (
+                f", a sum over {ranks} ranks of which any may have made it,"
+            )
             text = f"the gradient of piece {names[p]}{several if ranks > 1 else ''}"
             causes.append((3 * pieces - 2 * p + (ranks > 1), text))
         return min(causes, default=None)
@@ -684,14 +773,21 @@ class Validator(Executor):
         """Return the mean loss over all valid targets and all ranks, or None if there
         are none."""
         losses, targets = 0.0, 0.0
-        device, routers = self.local.groups.everyone.device, dict(self._routers())
+        device, routers = (
+            self.local.groups.everyone.device,
+            dict(self._routers()),
+        )
         for router in routers.values():
-            router.tally = torch.zeros(router.experts, dtype=torch.int64, device=device)
+            router.tally = torch.zeros(
+                router.experts, dtype=torch.int64, device=device
+            )
         for own in batches:
             loss, count = self.loss_of(own)
             losses, targets = losses + loss, targets + count
         # by piece, how often this rank's tokens chose each expert
-        self.chosen = {n: x.tally for n, x in routers.items() if x.tally is not None}
+        self.chosen = {
+            n: x.tally for n, x in routers.items() if x.tally is not None
+        }
         for router in routers.values():
             router.tally = None
         return losses / targets if targets else None
@@ -699,7 +795,9 @@ class Validator(Executor):
     def _routers(self) -> Iterator[tuple[int, Router]]:
         for number, piece in self.local.pieces.items():
             yield from (
-                (number, x) for x in piece.module.modules() if isinstance(x, Router)
+                (number, x)
+                for x in piece.module.modules()
+                if isinstance(x, Router)
             )
 
     def loss_of(self, batches: Sequence[Batch]) -> tuple[float, float]:
@@ -707,7 +805,9 @@ class Validator(Executor):
         (loss, *_), count = self.sums_over_ranks(batches)
         return loss, count
 
-    def sums_over_ranks(self, batches: Sequence[Batch]) -> tuple[list[float], float]:
+    def sums_over_ranks(
+        self, batches: Sequence[Batch]
+    ) -> tuple[list[float], float]:
         """Return the sums of the loss and of each metric, and the number of targets,
         over all ranks."""
         result = self.step(batches, 0.0)

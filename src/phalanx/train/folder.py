@@ -37,9 +37,13 @@ class Folder:
             )
         path = self.path / name
         try:
-            if path.is_symlink() and self.path.resolve() not in path.resolve().parents:
+            if (
+                path.is_symlink()
+                and self.path.resolve() not in path.resolve().parents
+            ):
                 self.refuse(
-                    name, "is a link out of its folder; put the file itself there."
+                    name,
+                    "is a link out of its folder; put the file itself there.",
                 )
             return files.open_regular(path)
         except OSError as error:
@@ -61,7 +65,9 @@ class Folder:
 
     def sha256(self, name: str) -> str:
         with self.open(name) as file:
-            opened: Any = file  # file_digest's own type is narrower than BinaryIO
+            opened: Any = (
+                file  # file_digest's own type is narrower than BinaryIO
+            )
             return hashlib.file_digest(opened, "sha256").hexdigest()
 
 

@@ -14,7 +14,9 @@ from .stop import StopError, remove_stale_stop
 
 
 @contextmanager
-def hold_from_first_rank(world: World, run: Run, *, held: bool) -> Iterator[None]:
+def hold_from_first_rank(
+    world: World, run: Run, *, held: bool
+) -> Iterator[None]:
     """Lock the run's folders from rank 0, unless the process that started the ranks has
     done so.
 
@@ -24,7 +26,9 @@ def hold_from_first_rank(world: World, run: Run, *, held: bool) -> Iterator[None
         yield
         return
     begun = time.time()
-    with agreement(world) as facts:  # without agreement the folder is not shared
+    with agreement(
+        world
+    ) as facts:  # without agreement the folder is not shared
         facts["out"] = run.out
     start, refusal = world.split("start", [range(world.size)]), ""
     with ExitStack() as stack:

@@ -28,7 +28,9 @@ def use_threads_of_host(everyone: Group) -> None:
     """Set this process's thread count to its share of the host's cores. Collective."""
     own: Home = place(), _allowed_cores()
     texts = exchange(everyone, json.dumps(own))
-    homes: list[Home] = [(where, allowed) for where, allowed in map(json.loads, texts)]
+    homes: list[Home] = [
+        (where, allowed) for where, allowed in map(json.loads, texts)
+    ]
     torch.set_num_threads(threads_of(own, homes))
 
 

@@ -51,7 +51,9 @@ class Owner:
     @classmethod
     def me(cls) -> "Owner":
         return cls(
-            socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
+            socket.gethostname(),
+            os.getpid(),
+            time.strftime("%Y-%m-%d %H:%M:%S"),
         )
 
     @classmethod
@@ -62,7 +64,9 @@ class Owner:
             with open_regular(path) as file:
                 owner = json.loads(file.read(4096))
             return cls(
-                str(owner["host"])[:100], int(owner["pid"]), str(owner["since"])[:40]
+                str(owner["host"])[:100],
+                int(owner["pid"]),
+                str(owner["since"])[:40],
             )
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
@@ -217,7 +221,9 @@ def _refusal(folder: Path, owner: Owner) -> str:
 
 
 def _outlived(folder: Path) -> str:
-    holders = ", ".join(map(str, _holders(folder))) or "not to be seen from here"
+    holders = (
+        ", ".join(map(str, _holders(folder))) or "not to be seen from here"
+    )
     return (
         f"{folder}: ranks of an earlier run are alive though the process that started them is gone, and"
         f" may still write here: process {holders}. End them (kill -9), or write another `out`."

@@ -36,7 +36,9 @@ from ..layout.url import redacted
 from ..program import Program
 from .sinks import Sink, end_sinks, open_sinks
 
-_SHOWN = 66  # characters of a sample on the screen, in a terminal of 80 columns
+_SHOWN = (
+    66  # characters of a sample on the screen, in a terminal of 80 columns
+)
 
 
 @contextmanager
@@ -53,13 +55,21 @@ def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
         handler = logging.StreamHandler(
             io.TextIOWrapper(file, "utf-8", write_through=True)
         )
-        handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(
+            _Redacting("%(asctime)s %(levelname)s %(message)s")
+        )
     log.setLevel(logging.DEBUG)
-    log.propagate = logging.getLogger("phalanx").level == logging.DEBUG  # `-v` shows it
+    log.propagate = (
+        logging.getLogger("phalanx").level == logging.DEBUG
+    )  # `-v` shows it
     log.addHandler(handler)
     try:
         log.info(
-            "rank %d of %d, process %d on %s", rank, ranks, os.getpid(), platform.node()
+            "rank %d of %d, process %d on %s",
+            rank,
+            ranks,
+            os.getpid(),
+            platform.node(),
         )
         yield log
     except BaseException:
@@ -87,7 +97,12 @@ class RunLog:
     ) -> None:
         self.positions = positions
         self.began = round(clock() - (time.monotonic() - positions.begun), 3)
-        self.run, self.out, self.active, self.quiet = run, Path(run.out), active, quiet
+        self.run, self.out, self.active, self.quiet = (
+            run,
+            Path(run.out),
+            active,
+            quiet,
+        )
         self.screen = Screen(run) if active and not quiet else None
         self.sinks: Sequence[Sink] = ()
         if active:
@@ -163,9 +178,19 @@ class RunLog:
             return
         count, total = len(seconds), sum(seconds)
         each, flops = total / count, self.flops
-        values = {**numbers, "seconds": each, "tokens_per_second": self.tokens / each}
-        done = {"mfu": flops.model, "mfu_full": flops.full, "hfu": flops.hardware}
-        values |= {name: work / each / self.peak for name, work in done.items()}
+        values = {
+            **numbers,
+            "seconds": each,
+            "tokens_per_second": self.tokens / each,
+        }
+        done = {
+            "mfu": flops.model,
+            "mfu_full": flops.full,
+            "hfu": flops.hardware,
+        }
+        values |= {
+            name: work / each / self.peak for name, work in done.items()
+        }
         values["goodput"] = self._record(
             "step", {"step": step, "steps": count, **values}
         )
@@ -199,16 +224,26 @@ class RunLog:
             self.event("watcher", self.positions.notices.popleft())
 
     def validation(
-        self, step: int, loss: float, bits: float | None, experts: list[list[int]]
+        self,
+        step: int,
+        loss: float,
+        bits: float | None,
+        experts: list[list[int]],
     ) -> None:
         """Log a validation; write how often each expert was chosen in each layer to
         routing.json."""
         unit = "pair" if self.run.loss else "token"
         text = f"step {step}  validation loss {loss:.4f} nats per {unit}"
         text += "" if bits is None else f", {bits:.4f} bits per byte"
-        values: dict[str, Any] = {"step": step, "loss": loss, "bits_per_byte": bits}
+        values: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "bits_per_byte": bits,
+        }
         if experts:
-            values["busiest_expert"] = max(max(x) * len(x) / sum(x) for x in experts)
+            values["busiest_expert"] = max(
+                max(x) * len(x) / sum(x) for x in experts
+            )
             text += f", busiest expert {values['busiest_expert']:.2f} times the mean"
             self._write("routing.json", json.dumps(experts))
         self.event("validation", text, **values)
@@ -230,14 +265,18 @@ class RunLog:
         """Write the measured step of all ranks with its program to a file that
         `Recorded` reads."""
         if self.active:
-            spans = [span for part in parts for span in json.loads(part)["spans"]]
+            spans = [
+                span for part in parts for span in json.loads(part)["spans"]
+            ]
             recorded = {
                 "phalanx run": 1,
                 "step": step,
                 "layout": layout,
                 "program": str(program),
             }
-            self._write("timeline.json", json.dumps(recorded | {"spans": spans}))
+            self._write(
+                "timeline.json", json.dumps(recorded | {"spans": spans})
+            )
 
     def _put(self, numbers: Mapping[str, float], step: int) -> None:
         """Pass values to the logging tools, and report failures of earlier calls."""
@@ -280,7 +319,9 @@ def _versions() -> dict[str, str]:
     return versions() | {
         "python": platform.python_version(),
         "machine": platform.platform(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else "CPU",
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
@@ -313,7 +354,9 @@ class Journal:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         self.file: BinaryIO = open_regular(path, flags)
         size = os.fstat(self.file.fileno()).st_size
-        self.cut = size > 0 and os.pread(self.file.fileno(), 1, size - 1) != b"\n"
+        self.cut = (
+            size > 0 and os.pread(self.file.fileno(), 1, size - 1) != b"\n"
+        )
 
     def write(self, **record: Any) -> None:
         line = (redacted(json.dumps(_finite(record))) + "\n").encode()
@@ -328,7 +371,9 @@ class Journal:
         left = memoryview(line)
         while left:
             left = left[os.write(self.file.fileno(), left) :]
-            self.cut = bool(left)  # a full disk left an incomplete line in the file
+            self.cut = bool(
+                left
+            )  # a full disk left an incomplete line in the file
 
     def close(self) -> None:
         self.file.close()
@@ -339,7 +384,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     return (
-        str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        str(value)
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
     )
 
 
@@ -373,7 +420,9 @@ class Screen:
     def say(self, text: str) -> None:
         """Print a permanent line."""
         if self.bar:
-            self.bar.console.print(printable(text), markup=False, highlight=False)
+            self.bar.console.print(
+                printable(text), markup=False, highlight=False
+            )
         else:
             self.print(text)
 
@@ -387,7 +436,9 @@ class Screen:
         )
         hours, minutes = divmod(minutes, 60)
         left = (
-            f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+            f"{hours}:{minutes:02}:{seconds:02}"
+            if hours
+            else f"{minutes}:{seconds:02}"
         )
         text = (
             f"step {step}/{steps}  loss {numbers['loss']:.4f}"

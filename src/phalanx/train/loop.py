@@ -92,13 +92,17 @@ def train(
         rank_log(Path(run.out), world.rank, world.size) as own_log,
         watched(world, run) as positions,
     ):
-        chosen = Layout.parse(layout) if layout else layout_for(run, world.size)
+        chosen = (
+            Layout.parse(layout) if layout else layout_for(run, world.size)
+        )
         own_log.info("layout %s on %s", chosen or "of one rank", world.device)
         keep_freed_memory(world.device)
         # Builds the program, shards the model and opens the groups.
         rank = Rank(world, run, chosen, drawn=False)
         rank.write_to(positions)
-        with stop_requests(Path(run.out, STOP), first=world.rank == 0) as requests:
+        with stop_requests(
+            Path(run.out, STOP), first=world.rank == 0
+        ) as requests:
             rank.part.trainer.wants_to_stop = requests
             outcome = _from_start_to_end(
                 rank, positions, requests, quiet=quiet, observe=observe
@@ -119,7 +123,9 @@ def _from_start_to_end(
     run = rank.run
     # Before the log is opened: ranks with different data leave the run's folder
     # unchanged.
-    with positions.phase("starting", f"reading {rank.batches.name} for its digest"):
+    with positions.phase(
+        "starting", f"reading {rank.batches.name} for its digest"
+    ):
         data = agreed_data(rank.part.everyone, rank.batches.corpora)
     first = rank.world.rank == 0
     with (
@@ -161,7 +167,9 @@ def _from_start_to_end(
                 uploads.after_step,
                 lambda step: log.watcher_notices(),
             ]
-            last = make_steps(rank, positions, start, measured.number, listeners)
+            last = make_steps(
+                rank, positions, start, measured.number, listeners
+            )
         disk.finish()
         not_uploaded = uploads.finish()
         memory.close()
@@ -212,7 +220,9 @@ def make_steps(
 
 def nothing_held_out(rank: Rank) -> str:
     """Explain why a run has no validation loss, with a way out."""
-    documents = sum(len(corpus.train.starts) - 1 for corpus in rank.batches.corpora)
+    documents = sum(
+        len(corpus.train.starts) - 1 for corpus in rank.batches.corpora
+    )
     return (
         f"no validation loss: none of {documents:,} documents of {rank.batches.name} is held out. Prepare"
         " the data with a larger share (prepare.held_out, or data prepare --held-out)"
@@ -228,7 +238,9 @@ def _log_start(rank: Rank, log: RunLog, start: int) -> None:
     for notice in rank.notices:
         log.event("model", notice)
     device = rank.world.device
-    for notice in device_notices(rank.part.layout, device, rank.shape.head_dim or 128):
+    for notice in device_notices(
+        rank.part.layout, device, rank.shape.head_dim or 128
+    ):
         log.event("device", notice)
     if use_flash_3(device):
         log.event("device", "flash attention is that of version 3")
@@ -259,12 +271,16 @@ def _stopped_by(rank: Rank, requests: StopRequests) -> str:
 def _log_end(rank: Rank, log: RunLog, outcome: Outcome) -> None:
     done, by = outcome.step, outcome.by
     if not outcome.stopped:
-        log.event("end", step=done, loss=outcome.loss, validation=outcome.validation)
+        log.event(
+            "end", step=done, loss=outcome.loss, validation=outcome.validation
+        )
         return
     asked = f"asked to stop by {by}"
     if by == REMOVED:
         asked = f"{rank.run.out} was removed or renamed during the run"
-    text = f"{asked}: saved at step {done}; the same command continues from there"
+    text = (
+        f"{asked}: saved at step {done}; the same command continues from there"
+    )
     if outcome.unsaved:
         text = f"{asked}: step {done} could not be saved: {outcome.unsaved}"
     log.event("stop", text, step=done, by=by)

@@ -31,10 +31,14 @@ class MeasuredStep:
             return
         part = self.rank.part
         spans = tuple(
-            Span(s.rank, s.lane, s.op, s.start - step.begun, s.end - step.begun)
+            Span(
+                s.rank, s.lane, s.op, s.start - step.begun, s.end - step.begun
+            )
             for s in step.result.timeline.spans
         )
-        timelines = exchange(part.everyone, json.dumps(Timeline(spans).to_json()), 0)
+        timelines = exchange(
+            part.everyone, json.dumps(Timeline(spans).to_json()), 0
+        )
         self.log.timeline(step.done, str(part.layout), part.program, timelines)
         own = memory_of_part(part, self.rank.world.rank)
         held = exchange(part.everyone, json.dumps(own), 0)
@@ -51,8 +55,12 @@ def log_graphs(rank: Rank, log: RunLog, done: int) -> None:
     made = graphs()
     text = f"step {done}  {made.compiled} graphs are compiled"
     if made.recompiles:
-        text += f", {made.recompiles} of them for other shapes or Python values"
-    log.event("compile", text, step=done, graphs=made.compiled, again=made.recompiles)
+        text += (
+            f", {made.recompiles} of them for other shapes or Python values"
+        )
+    log.event(
+        "compile", text, step=done, graphs=made.compiled, again=made.recompiles
+    )
 
 
 def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
@@ -66,10 +74,13 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
     row = part.program.owner[rank]
     sizes = _sizes(units, state, part.program.pieces)
     kinds = peaks(part.program, sizes)[row].kinds
-    promised = {kind: kinds.get(kind, 0.0) for kind in ("weights", "optimizer")}
+    promised = {
+        kind: kinds.get(kind, 0.0) for kind in ("weights", "optimizer")
+    }
     both = kinds.get("gathered", 0.0) + kinds.get("gradients", 0.0)
     pool = sum(
-        n * size * dtype.itemsize for (size, dtype), n in part.local.pool.most.items()
+        n * size * dtype.itemsize
+        for (size, dtype), n in part.local.pool.most.items()
     )
     measured = {
         "weights": float(sum(u.home.nbytes + u.beside for u in units)),
@@ -82,7 +93,9 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
     }
 
 
-def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Sizes:
+def _sizes(
+    units: Sequence[Unit], state: Mapping[int, int], pieces: int
+) -> Sizes:
     """Return the bytes of this rank's units, without activations, whose size is unknown
     here."""
 

@@ -94,7 +94,8 @@ class Matrix(NamedTuple):
         packs."""
         sides = self.weight.matrices
         return sum(
-            orthogonal_work(r.stop - r.start, c.stop - c.start) for r, c in sides
+            orthogonal_work(r.stop - r.start, c.stop - c.start)
+            for r, c in sides
         )
 
     def span(self, unit: Unit, shard: int) -> slice:
@@ -116,12 +117,17 @@ def matrices_of(unit: Unit) -> list[Matrix]:
         experts = math.prod(cut.stop - cut.start for cut in weight.cuts[:-2])
         starts = range(experts if weight.matrices else 0)
         found += (
-            Matrix(weight, offset + n * math.prod(weight.local[-2:])) for n in starts
+            Matrix(weight, offset + n * math.prod(weight.local[-2:]))
+            for n in starts
         )
     owners = assign_owners(
-        [m.work for m in found], len(unit.groups.places), unit.number * len(found)
+        [m.work for m in found],
+        len(unit.groups.places),
+        unit.number * len(found),
     )
-    return [m._replace(owner=owner) for m, owner in zip(found, owners, strict=True)]
+    return [
+        m._replace(owner=owner) for m, owner in zip(found, owners, strict=True)
+    ]
 
 
 class MatrixPart(NamedTuple):
@@ -177,12 +183,14 @@ class MuonUpdate(Update):
         # own matrices from it; then the same for the results, in the opposite
         # direction.
         self.to_owner = [
-            self._parts(me, [b for b in matrices if b.owner == r], r) for r in ranks
+            self._parts(me, [b for b in matrices if b.owner == r], r)
+            for r in ranks
         ]
         self.of_mine = [self._parts(r, self.mine, me) for r in ranks]
         self.results = [self._parts(r, self.mine) for r in ranks]
         self.of_theirs = [
-            self._parts(me, [b for b in matrices if b.owner == r]) for r in ranks
+            self._parts(me, [b for b in matrices if b.owner == r])
+            for r in ranks
         ]
 
     def _parts(
@@ -192,9 +200,14 @@ class MuonUpdate(Update):
         send to this owner."""
         place, parts = self.places[rank], list[MatrixPart]()
         for matrix in matrices:
-            copies, at = matrix.weight.copies, matrix.span(self.unit, place.shard)
+            copies, at = (
+                matrix.weight.copies,
+                matrix.span(self.unit, place.shard),
+            )
             first = place.tp % copies == 0 if copies else place.tp == 0
-            if owner is None or (first and place.replica == self.places[owner].replica):
+            if owner is None or (
+                first and place.replica == self.places[owner].replica
+            ):
                 shift = self.unit.part * place.shard - matrix.start
                 inside = slice(at.start + shift, at.stop + shift)
                 parts.append(MatrixPart(matrix, place, inside, at))
@@ -208,7 +221,9 @@ class MuonUpdate(Update):
         owners."""
         gradient = self.unit.gradient
         assert gradient is not None
-        moved = torch.empty(self.unit.part, dtype=self.dtype, device=self.device)
+        moved = torch.empty(
+            self.unit.part, dtype=self.dtype, device=self.device
+        )
         for run, view in self.matrix_runs:
             moved[run] = self._momentum(view, gradient[run], scale)
         own = [moved[part.at] for parts in self.to_owner for part in parts]
@@ -217,22 +232,32 @@ class MuonUpdate(Update):
         return work
 
     def _exchange(
-        self, sent: Tensor, to: list[list[MatrixPart]], of: list[list[MatrixPart]]
+        self,
+        sent: Tensor,
+        to: list[list[MatrixPart]],
+        of: list[list[MatrixPart]],
     ) -> tuple[Tensor, Work]:
         """Start an all-to-all of matrix parts. Return the receive buffer and the
         pending work."""
         assert self.group is not None
         sends, takes = (
-            [sum(p.length for p in parts) for parts in side] for side in (to, of)
+            [sum(p.length for p in parts) for parts in side]
+            for side in (to, of)
         )
         came = sent.new_empty(sum(takes))
-        return came, self.group.all_to_all(came, sent, takes, sends, wait=False)
+        return came, self.group.all_to_all(
+            came, sent, takes, sends, wait=False
+        )
 
-    def _momentum(self, view: Tensor, gradient: Tensor, scale: Scale | None) -> Tensor:
+    def _momentum(
+        self, view: Tensor, gradient: Tensor, scale: Scale | None
+    ) -> Tensor:
         m = self.muon.momentum
         kept = self.state.setdefault(view, {})
         if not kept:
-            kept["step"] = torch.zeros((), dtype=torch.float32, device=view.device)
+            kept["step"] = torch.zeros(
+                (), dtype=torch.float32, device=view.device
+            )
             kept[_MOMENTUM] = torch.zeros_like(view)
         own = gradient.to(view.device, view.dtype)
         weight = torch.full((), 1.0 - m, dtype=view.dtype, device=view.device)
@@ -240,7 +265,9 @@ class MuonUpdate(Update):
         if scale is not None:
             scale = scale.on(view.device)
             skip = scale.skip.view(())
-            own = (own * scale.factor.to(own.dtype)).masked_fill_(skip > 0, 0.0)
+            own = (own * scale.factor.to(own.dtype)).masked_fill_(
+                skip > 0, 0.0
+            )
             weight = weight * (1.0 - skip).to(weight.dtype)
             kept["step"] -= skip
         buffer = kept[_MOMENTUM].lerp_(own, weight)
@@ -266,7 +293,9 @@ class MuonUpdate(Update):
                 alike[x.shape[0], x.shape[1]].append(x)
         # matrices of one shape in one batched product
         for shape, these in alike.items():
-            made = orthogonalized(torch.stack(these)) * self.muon.scale_of(*shape)
+            made = orthogonalized(torch.stack(these)) * self.muon.scale_of(
+                *shape
+            )
             torch._foreach_copy_(these, list(made.unbind()))
         parts = (part for parts in self.results for part in parts)
         own = (
@@ -291,7 +320,9 @@ class MuonUpdate(Update):
             whole = wholes[matrix.start] = new(matrix.weight.shape[-2:])
             for tp in (tp for start, tp in by_tp if start == matrix.start):
                 box = matrix.weight.box_at(tp)[-2:]
-                inside = tuple(slice(0, side.stop - side.start) for side in box)
+                inside = tuple(
+                    slice(0, side.stop - side.start) for side in box
+                )
                 whole[box] = by_tp[matrix.start, tp].view(matrix.shape)[inside]
         return wholes
 
@@ -306,10 +337,18 @@ class MuonUpdate(Update):
     @torch.no_grad()
     def _apply(self, came: Tensor) -> None:
         unit, lr = self.unit, self.lr * self.muon.rate
-        kept = torch.full_like(unit.home[:1], 1.0 - lr * self.muon.decay).view(())
-        if self.scale is not None:  # the results of a skipped step are undefined
-            came.masked_fill_(self.scale.on(came.device).skip.view(()) > 0, 0.0)
-            kept.masked_fill_(self.scale.on(kept.device).skip.view(()) > 0, 1.0)
+        kept = torch.full_like(unit.home[:1], 1.0 - lr * self.muon.decay).view(
+            ()
+        )
+        if (
+            self.scale is not None
+        ):  # the results of a skipped step are undefined
+            came.masked_fill_(
+                self.scale.on(came.device).skip.view(()) > 0, 0.0
+            )
+            kept.masked_fill_(
+                self.scale.on(kept.device).skip.view(()) > 0, 1.0
+            )
         self.result = came[:0]
         parts = [part for parts in self.of_theirs for part in parts]
         wide = came.to(unit.home.device, unit.home.dtype)

@@ -59,11 +59,15 @@ class Scale(NamedTuple):
             # like torch's clip_grad_norm_, including its 1e-6
             factor = factor * (clip / (norm + 1e-6)).clamp(max=1.0)
         skip = (~norm.isfinite()).float()
-        return cls(factor, factor.reciprocal().float(), skip, 1.0 - skip.view(()))
+        return cls(
+            factor, factor.reciprocal().float(), skip, 1.0 - skip.view(())
+        )
 
     def on(self, device: torch.device) -> Scale:
         return (
-            self if device == self.skip.device else Scale(*(x.to(device) for x in self))
+            self
+            if device == self.skip.device
+            else Scale(*(x.to(device) for x in self))
         )
 
 
@@ -136,7 +140,8 @@ class Update:
         for one in self.alike:
             each = [self.state[view] for view in one.views]
             one.kept = [
-                [state[kind] for state in each] for kind in self.optimizer.kinds
+                [state[kind] for state in each]
+                for kind in self.optimizer.kinds
             ]
 
     def to_owners(self, scale: Scale | None) -> Work:
@@ -157,7 +162,10 @@ class Update:
         for one in self.alike:
             views = one.views
             own = self.unit.gradients(one.runs)
-            if own[0].dtype != views[0].dtype or own[0].device != views[0].device:
+            if (
+                own[0].dtype != views[0].dtype
+                or own[0].device != views[0].device
+            ):
                 own = [beside(*both) for both in zip(own, views, strict=True)]
             common: dict[str, Any] = {
                 "lr": lr,
@@ -165,7 +173,10 @@ class Update:
                 "maximize": False,
             }
             if scale is not None:
-                common |= {"grad_scale": scale.divisor, "found_inf": scale.skip}
+                common |= {
+                    "grad_scale": scale.divisor,
+                    "found_inf": scale.skip,
+                }
                 if own[0].dtype == torch.float64:
                     _torch._foreach_mul_(own, scale.factor.view(()))
                     del common["grad_scale"]  # it is float32
@@ -180,7 +191,10 @@ class Update:
                         if scale is None
                         else moved * (1.0 - scale.skip.to(moved.dtype))
                     )
-                own, common["lr"] = [torch.zeros_like(each) for each in own], 0.0
+                own, common["lr"] = (
+                    [torch.zeros_like(each) for each in own],
+                    0.0,
+                )
             self.optimizer.kernel(views, own, one.kept, self.count, **common)
         self.unit.spend()
         self.unit.refresh()
@@ -283,7 +297,9 @@ def learning_rate(choice: OptimizerChoice, step: int, steps: int) -> float:
     done = (step - start + 1) / max(1, steps - start)
     done = min(1.0, max(0.0, done))
     falls = (
-        (1 + math.cos(math.pi * done)) / 2 if choice.schedule == "cosine" else 1 - done
+        (1 + math.cos(math.pi * done)) / 2
+        if choice.schedule == "cosine"
+        else 1 - done
     )
     lowest = choice.lr / 10 if choice.min_lr is None else choice.min_lr
     return lowest + (choice.lr - lowest) * falls

@@ -50,7 +50,9 @@ def refuse_other_than_elementwise(optimizer: object) -> None:
         )
     kind = type(optimizer)
     torchs = kind.__module__.startswith("torch.optim")
-    if (torchs and kind.__name__ in ELEMENTWISE) or getattr(kind, "elementwise", False):
+    if (torchs and kind.__name__ in ELEMENTWISE) or getattr(
+        kind, "elementwise", False
+    ):
         return
     reason = WAY_OUT.get(kind.__name__, "") if torchs else ""
     reason = reason or (
@@ -91,7 +93,11 @@ class OwnOptimizer:
                 f"the optimizer has {len(strange)} parameters that are not the model's (of the shapes"
                 f" {', '.join(shapes[:3])}). Create it from model.parameters()."
             )
-        left = [n for n, x in names.items() if x.requires_grad and x not in group_of]
+        left = [
+            n
+            for n, x in names.items()
+            if x.requires_grad and x not in group_of
+        ]
         if left:
             raise LayoutError(
                 f"{left[0]} ({len(left)} of the model's weights) is trained but not in the optimizer."
@@ -117,7 +123,10 @@ class OwnOptimizer:
         """Return the groups' options in a form for JSON. A learning rate may be a
         tensor."""
         return [
-            {key: float(x) if isinstance(x, Tensor) else x for key, x in group.items()}
+            {
+                key: float(x) if isinstance(x, Tensor) else x
+                for key, x in group.items()
+            }
             for group in self.groups
         ]
 
@@ -158,11 +167,15 @@ class OwnUpdate(Update):
             run = slice(entry.offset, stop)
             home = unit.home[run]
             self.runs.append((run, home))
-            in_groups.setdefault(own.group_of[entry.weight.name], []).append(home)
+            in_groups.setdefault(own.group_of[entry.weight.name], []).append(
+                home
+            )
         self.every_run = self.runs
         self.numbers = [*in_groups]
         options = own.groups
-        groups = [{**options[n], "params": views} for n, views in in_groups.items()]
+        groups = [
+            {**options[n], "params": views} for n, views in in_groups.items()
+        ]
         self.instance = _alike(own.optimizer, groups) if groups else None
 
     @property
@@ -171,7 +184,11 @@ class OwnUpdate(Update):
 
     def restore(self, view: Tensor, state: State) -> None:
         assert self.instance is not None
-        if "step" in state and view.device.type != "cpu" and not self._on_device:
+        if (
+            "step" in state
+            and view.device.type != "cpu"
+            and not self._on_device
+        ):
             state["step"] = state["step"].cpu()
         self.instance.state[view] = state
 
@@ -179,24 +196,33 @@ class OwnUpdate(Update):
     def _on_device(self) -> bool:
         """True if step counts are stored on the device of the weights."""
         return any(
-            group.get("fused") or group.get("capturable") for group in self.own.groups
+            group.get("fused") or group.get("capturable")
+            for group in self.own.groups
         )
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
         """Run one step with the unit's gradient, at the rates of the user's groups."""
         if self.instance is not None:
-            self._step(self.instance, scale and scale.on(self.unit.home.device))
+            self._step(
+                self.instance, scale and scale.on(self.unit.home.device)
+            )
         self.unit.spend()
         self.unit.refresh()
 
     def _step(self, instance: Any, scale: Scale | None) -> None:
         options = self.own.groups
-        for number, group in zip(self.numbers, instance.param_groups, strict=True):
+        for number, group in zip(
+            self.numbers, instance.param_groups, strict=True
+        ):
             group.update(options[number])
         runs = [run for run, _ in self.runs]
         views = [view for _, view in self.runs]
-        for view, gradient in zip(views, self.unit.gradients(runs), strict=True):
-            same = gradient.dtype == view.dtype and gradient.device == view.device
+        for view, gradient in zip(
+            views, self.unit.gradients(runs), strict=True
+        ):
+            same = (
+                gradient.dtype == view.dtype and gradient.device == view.device
+            )
             view.grad = gradient if same else beside(gradient, view)
         skips = False
         if scale is not None and all(group.get("fused") for group in options):
@@ -216,11 +242,15 @@ class OwnUpdate(Update):
             view.grad = None
 
 
-def _alike(optimizer: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _alike(
+    optimizer: Any, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     """Create another instance of the optimizer's class, with other parameters."""
     kind = type(optimizer)
     taken = inspect.signature(kind.__init__).parameters
-    defaults = {key: x for key, x in optimizer.defaults.items() if key in taken}
+    defaults = {
+        key: x for key, x in optimizer.defaults.items() if key in taken
+    }
     try:
         made: torch.optim.Optimizer = kind(groups, **defaults)
     except TypeError as error:

@@ -56,10 +56,14 @@ class ModelPart:
         """Return this rank's rows of a batch of `size` sequences."""
         return share(size, self.layout.data, self.local.coordinates["data"])
 
-    def microbatches(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    def microbatches(
+        self, rows: Mapping[str, Tensor]
+    ) -> list[dict[str, Tensor]]:
         """Split this rank's rows into microbatches on its device, with its part of the
         sequence."""
-        own = microbatches(rows, self.layout, None, self.local.coordinates["cp"])
+        own = microbatches(
+            rows, self.layout, None, self.local.coordinates["cp"]
+        )
         return [on_device(each, self.local.pool.device) for each in own]
 
 
@@ -82,7 +86,9 @@ def parallelize(
     or drawn later. `measure` defines what losses are divided by, and the metrics that
     come with them.
     """
-    local = build_local(world, layout, model, program, seed=seed, precision=precision)
+    local = build_local(
+        world, layout, model, program, seed=seed, precision=precision
+    )
     scaling = LossScale() if layout.precision == FP16 else None
     rank = world.rank
     terms: Any = {"clip": clip, "scaling": scaling, "measure": measure}

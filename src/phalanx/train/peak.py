@@ -16,7 +16,11 @@ WINDOWS, SECONDS = 5, 0.06  # number and length of the measurement windows
 def peak_of(rank: Rank) -> tuple[float, str]:
     """Return the peak FLOP/s of all ranks together and the source of the value.
     Collective."""
-    file, precision, world = rank.run.machine, rank.part.layout.precision, rank.world
+    file, precision, world = (
+        rank.run.machine,
+        rank.part.layout.precision,
+        rank.world,
+    )
     if file:
         machine = Machine.load(file)
         best = machine.best(precision)  # the fastest matmul measured
@@ -30,8 +34,13 @@ def peak_of(rank: Rank) -> tuple[float, str]:
         entry = device_named(torch.cuda.get_device_name(world.device))
     known = entry.peak(precision) if entry else 0.0
     if entry and known:
-        return known * world.size / world.sharing, f"{entry.name} as its maker states"
-    return _measured_peak(rank.part.everyone, rank.precision.compute), "measured"
+        return (
+            known * world.size / world.sharing,
+            f"{entry.name} as its maker states",
+        )
+    return _measured_peak(
+        rank.part.everyone, rank.precision.compute
+    ), "measured"
 
 
 def _measured_peak(group: Group, dtype: torch.dtype) -> float:
@@ -41,7 +50,10 @@ def _measured_peak(group: Group, dtype: torch.dtype) -> float:
     The best of a few windows counts, since a peak is an upper bound.
     """
     size = 8192 if group.device.type == "cuda" else 512
-    a, b = (torch.randn(size, size, device=group.device).to(dtype) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, device=group.device).to(dtype)
+        for _ in range(2)
+    )
     out = torch.empty(size, size, device=group.device, dtype=dtype)
     torch.mm(a, b, out=out)
 

@@ -24,7 +24,9 @@ def precision_of(name: str) -> Precision:
     if torch.cuda.is_available():
         # Set explicitly in both cases: the setting is process-wide, and tf32 must never
         # be left on by accident.
-        torch.set_float32_matmul_precision("high" if name == TF32 else "highest")
+        torch.set_float32_matmul_precision(
+            "high" if name == TF32 else "highest"
+        )
     wide = torch.promote_types(compute, torch.float32)
     return Precision(compute, wide, wide)
 

@@ -27,7 +27,11 @@ Maker = Callable[[], Model]
 def maker_of(run: Run) -> Maker:
     """Return a function that builds the run's model on the meta device, anew in each
     call."""
-    made = partial(load_model, run.own) if run.own else partial(build_model, run.shape)
+    made = (
+        partial(load_model, run.own)
+        if run.own
+        else partial(build_model, run.shape)
+    )
     if run.loss == DPO:
         beta = run.dpo.beta
         return lambda: give_preference_loss(made(), beta)
@@ -37,7 +41,9 @@ def maker_of(run: Run) -> Maker:
 def with_z_loss(make: Maker, z: float) -> Model:
     """Build the model with z log(Z)^2 added to each token's loss."""
     model = make()
-    modules = [module for _, piece in model.pieces for module in piece.modules()]
+    modules = [
+        module for _, piece in model.pieces for module in piece.modules()
+    ]
     losses = [module for module in modules if isinstance(module, CrossEntropy)]
     if not losses:
         raise LayoutError(
@@ -71,7 +77,11 @@ def layout_for(run: Run, ranks: int) -> Layout:
         tokens = run.tokens(shape)
         precision = run.precision or FP32
         made = recipe(
-            shape, ranks, batch=shape.batch, sequence=tokens, precision=precision
+            shape,
+            ranks,
+            batch=shape.batch,
+            sequence=tokens,
+            precision=precision,
         )
         layout = run.divided(made, shape.batch)
     if layout.ranks != ranks:
@@ -82,7 +92,9 @@ def layout_for(run: Run, ranks: int) -> Layout:
     return layout
 
 
-def program_of(model: Model, layout: Layout, options: StepOptions = DEFAULT) -> Program:
+def program_of(
+    model: Model, layout: Layout, options: StepOptions = DEFAULT
+) -> Program:
     """Build and check the program of a layout for this model."""
     program = build(layout, model_pieces(model, layout), options)
     check(program)
@@ -105,6 +117,8 @@ def fitting_program(
     """
     model = cut_blocks(make(), layout)
     plain = program_of(model, replace(layout, recompute="none"), options)
-    sizes = sizes_of(make, layout, plain, batch, precision, optimizer=optimizer)
+    sizes = sizes_of(
+        make, layout, plain, batch, precision, optimizer=optimizer
+    )
     most = limit(max(peak.total for peak in peaks(plain, sizes)))
     return program_of(model, layout, replace(options, sizes=sizes, limit=most))

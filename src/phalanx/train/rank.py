@@ -63,7 +63,8 @@ def optimizer_of(run: Run) -> Optimizer:
 def batches_of(run: Run, shape: Shape) -> Batches:
     """Return the batches of a run; raise if the data does not fit the model."""
     corpora = tuple(
-        replace(open_corpus(path), weight=weight) for path, weight in run.sources
+        replace(open_corpus(path), weight=weight)
+        for path, weight in run.sources
     )
     pairs = any(corpus.pairs for corpus in corpora)
     if pairs and run.loss != DPO:
@@ -148,10 +149,14 @@ class Rank:
                 refuse_mixing(made, layout)
             self.identity = ModelIdentity.of(made, self.shape, run.own)
             model: Model = cut_blocks(made, layout)
-            self.parameters = sum(weight.numel() for weight in model.weights.values())
+            self.parameters = sum(
+                weight.numel() for weight in model.weights.values()
+            )
             self.precision = precision_on(world.device, layout)
             fits = layout.recompute == "fit"
-            program = None if fits else program_of(model, layout, options_of(run))
+            program = (
+                None if fits else program_of(model, layout, options_of(run))
+            )
             facts |= facts_of(run, layout, self.shape, model, program)
         program = program or self._fitting_program(layout)
         self.part = parallelize(
@@ -187,10 +192,13 @@ class Rank:
 
     def _fitting_program(self, layout: Layout) -> Program:
         # All ranks use one program, so take the smallest limit.
-        group, own = self.world.split("limit", [range(self.world.size)]), self.run
-        least = torch.tensor([memory_limit(own, self.world)], dtype=torch.float64).to(
-            group.device
+        group, own = (
+            self.world.split("limit", [range(self.world.size)]),
+            self.run,
         )
+        least = torch.tensor(
+            [memory_limit(own, self.world)], dtype=torch.float64
+        ).to(group.device)
         group.all_reduce(least, "min")
         return fitting_program(
             maker_of(own),

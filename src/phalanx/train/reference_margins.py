@@ -36,7 +36,9 @@ def give_reference(rank: Rank, log: RunLog, start: int) -> None:
     margins = _kept(rank, path, count) if start else _computed(rank, count)
     if not start and not rank.world.rank:
         save_file({_MARGINS: margins}, path)
-        log.event("data", f"the reference model's margins of {count:,} pairs: {path}")
+        log.event(
+            "data", f"the reference model's margins of {count:,} pairs: {path}"
+        )
     whole: NDArray[np.float64] = margins.numpy()
     rank.batches = replace(rank.batches, margins=whole)
 
@@ -45,7 +47,9 @@ def give_reference(rank: Rank, log: RunLog, start: int) -> None:
 def _computed(rank: Rank, count: int) -> Tensor:
     """Compute the margins of all pairs with the current weights."""
     part, batches = rank.part, rank.batches
-    loss = preference_loss([piece.module for piece in part.local.pieces.values()])
+    loss = preference_loss(
+        [piece.module for piece in part.local.pieces.values()]
+    )
     margins = torch.zeros(count, dtype=torch.float64)
     if loss is not None:
         loss.seen = []

@@ -19,15 +19,27 @@ from ..layout.files import parse_json, sync_folder, write_text
 from ..layout.url import Url
 from . import checkpoint_format as stored
 from .checkpoint import ASIDE, SAVING, make_hidden
-from .checkpoint_format import CHUNK, MANIFEST, CheckpointError, Manifest, name_of
+from .checkpoint_format import (
+    CHUNK,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    name_of,
+)
 from .remote_task import Task, in_threads
 
 FILES = 8  # files transferred at once, each with one chunk in memory
-WRITING = f"{MANIFEST}.writing"  # manifest of an upload in progress, or interrupted
-REMOVED = f"{MANIFEST}.removed"  # manifest of a checkpoint that is being deleted
+WRITING = (
+    f"{MANIFEST}.writing"  # manifest of an upload in progress, or interrupted
+)
+REMOVED = (
+    f"{MANIFEST}.removed"  # manifest of a checkpoint that is being deleted
+)
 PARTS = 9000  # maximum parts of a file: object stores accept 10,000
 
-Owns = Callable[[str, int], bool]  # True if a step with this run id belongs to the run
+Owns = Callable[
+    [str, int], bool
+]  # True if a step with this run id belongs to the run
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
@@ -66,9 +78,13 @@ class RemoteFolder:
 
     # ---- small files of the folder itself
 
-    def read(self, name: str, limit: int, step: int | None = None) -> bytes | None:
+    def read(
+        self, name: str, limit: int, step: int | None = None
+    ) -> bytes | None:
         """Read at most `limit + 1` bytes of a file; None if it does not exist."""
-        path = f"{self.root}/{name}" if step is None else self._path(step, name)
+        path = (
+            f"{self.root}/{name}" if step is None else self._path(step, name)
+        )
         try:
             raw: bytes = self._do("cat_file", path, start=0, end=limit + 1)
         except _ABSENT:
@@ -95,7 +111,9 @@ class RemoteFolder:
                 file.write(raw)
         except FileExistsError:
             raise
-        except Exception:  # libraries raise different errors for an unsupported mode
+        except (
+            Exception
+        ):  # libraries raise different errors for an unsupported mode
             if self.read(name, 0):
                 raise FileExistsError(f"{self.url}/{name}") from None
             self._do("pipe_file", f"{self.root}/{name}", raw)
@@ -113,7 +131,8 @@ class RemoteFolder:
         try:
             self._do("invalidate_cache")
             now, then = (
-                self._do("modified", path) for path in (probe, f"{self.root}/{name}")
+                self._do("modified", path)
+                for path in (probe, f"{self.root}/{name}")
             )
             return float((now - then).total_seconds())
         except (NotImplementedError, AttributeError, KeyError, TypeError):
@@ -167,12 +186,18 @@ class RemoteFolder:
             if folder
         ]
         return {
-            step: self._files(step) for step in sorted(found, reverse=True) if step >= 0
+            step: self._files(step)
+            for step in sorted(found, reverse=True)
+            if step >= 0
         }
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, newest first."""
-        return [step for step, names in self._folders().items() if MANIFEST in names]
+        return [
+            step
+            for step, names in self._folders().items()
+            if MANIFEST in names
+        ]
 
     def body(self, step: int, name: str = MANIFEST) -> dict[str, Any] | None:
         """Return a manifest's body, of any version; None if it is missing or
@@ -182,9 +207,9 @@ class RemoteFolder:
             return None
         try:
             text = raw.decode(errors="replace")
-            body = parse_json(text, f"{self.url}/{name_of(step)}", CheckpointError).get(
-                "body"
-            )
+            body = parse_json(
+                text, f"{self.url}/{name_of(step)}", CheckpointError
+            ).get("body")
         except CheckpointError:
             return None
         return body if isinstance(body, dict) else None
@@ -203,7 +228,9 @@ class RemoteFolder:
 
     # ---- changes
 
-    def upload(self, path: Path, owns: Owns, confirm: Callable[[], None]) -> None:
+    def upload(
+        self, path: Path, owns: Owns, confirm: Callable[[], None]
+    ) -> None:
         """Upload a checkpoint. `confirm` raises if the folder no longer belongs to this
         start."""
         text = stored.manifest_text(path)
@@ -282,12 +309,20 @@ class RemoteFolder:
     def _remove(self, step: int, names: set[str]) -> None:
         """Delete a checkpoint, or an incomplete upload; the file that names its owner
         goes last."""
-        if MANIFEST in names:  # a half-deleted folder must not look like a checkpoint
-            self._do("mv", self._path(step, MANIFEST), self._path(step, REMOVED))
+        if (
+            MANIFEST in names
+        ):  # a half-deleted folder must not look like a checkpoint
+            self._do(
+                "mv", self._path(step, MANIFEST), self._path(step, REMOVED)
+            )
         numbers = [
-            self._path(step, name) for name in names if stored.is_file_name(name)
+            self._path(step, name)
+            for name in names
+            if stored.is_file_name(name)
         ]
-        in_threads(partial(self._do, "rm_file"), numbers, FILES, self.task.check)
+        in_threads(
+            partial(self._do, "rm_file"), numbers, FILES, self.task.check
+        )
         for name in (WRITING, REMOVED):
             if name in names or (name == REMOVED and MANIFEST in names):
                 self._do("rm_file", self._path(step, name))
@@ -302,7 +337,9 @@ class RemoteFolder:
         where = f"{self.url}/{name_of(step)}"
         raw = self.read(MANIFEST, stored.LIMIT, step)
         if raw is None:
-            raise CheckpointError(f"{where}: its manifest is not there any more.")
+            raise CheckpointError(
+                f"{where}: its manifest is not there any more."
+            )
         if len(raw) > stored.LIMIT:
             raise CheckpointError(
                 f"{where}: its manifest has more than {stored.LIMIT:,} bytes."
@@ -328,11 +365,16 @@ class RemoteFolder:
 
 def _free(path: Path) -> Path:
     """Return the path, with a number appended if it exists already."""
-    names = (path.with_name(f"{path.name}.{n}") if n else path for n in range(1 << 20))
+    names = (
+        path.with_name(f"{path.name}.{n}") if n else path
+        for n in range(1 << 20)
+    )
     return next(each for each in names if not each.exists())
 
 
-def _sound(file: BinaryIO, written: stored.StoredFile, where: str) -> Iterator[bytes]:
+def _sound(
+    file: BinaryIO, written: stored.StoredFile, where: str
+) -> Iterator[bytes]:
     """Yield the chunks of a file after comparing each with its checksum."""
     left = written.size
     for number, checksum in enumerate(written.chunks):

@@ -81,7 +81,9 @@ class RunMark:
             table = parse_json(text, str(out / MARK), CheckpointError)
         except CheckpointError:
             return cls()
-        mark = cls(*(str(table.get(name, "")) for name in ("id", "folder", "remote")))
+        mark = cls(
+            *(str(table.get(name, "")) for name in ("id", "folder", "remote"))
+        )
         right = stored.is_run_id(mark.id) and stored.is_run_id(mark.folder)
         return mark if right else cls()
 
@@ -152,9 +154,13 @@ class RemoteOwner:
         """Parse an owner; raise a `CheckpointError` for anything else."""
         if len(raw) > LIMIT:
             raise CheckpointError(f"{where} has more than {LIMIT:,} bytes.")
-        table = parse_json(raw.decode(errors="replace"), where, CheckpointError)
+        table = parse_json(
+            raw.decode(errors="replace"), where, CheckpointError
+        )
         known = {
-            name: table[name] for name in cls.__dataclass_fields__ if name in table
+            name: table[name]
+            for name in cls.__dataclass_fields__
+            if name in table
         }
         owner: RemoteOwner = decode(cls, known, where, CheckpointError)
         texts = [value for value in known.values() if isinstance(value, str)]
@@ -283,7 +289,10 @@ class Ownership:
     def take(self, task: Task) -> str:
         """Claim the folder, waiting as long as the owner's state is unknown. Raises
         `RunLocked`."""
-        folder, end = RemoteFolder(self.url, task), time.monotonic() + 3 * STALE
+        folder, end = (
+            RemoteFolder(self.url, task),
+            time.monotonic() + 3 * STALE,
+        )
         while not self.claim(folder):
             if time.monotonic() > end:
                 raise CheckpointError(f"{self.url}/{OWNER}: {_UNSTEADY}")
@@ -338,11 +347,15 @@ class Ownership:
     ) -> str | None:
         own = None
         if self.local is not None:
-            known_here = self.mark.id if self.mark.remote == str(self.url) else ""
+            known_here = (
+                self.mark.id if self.mark.remote == str(self.url) else ""
+            )
             own = self.local.run_id or known_here
         body = None
         if owner is None or not own:
-            body = next((body for step in steps if (body := folder.body(step))), None)
+            body = next(
+                (body for step in steps if (body := folder.body(step))), None
+            )
         there = None
         if steps:
             there = stored.run_id_of(body.get("config")) if body else ""
@@ -385,7 +398,8 @@ class Ownership:
             adopted = tuple(
                 step
                 for step, body in bodies.items()
-                if body is not None and not stored.run_id_of(body.get("config"))
+                if body is not None
+                and not stored.run_id_of(body.get("config"))
             )
             if adopted:
                 self.notices.append(
@@ -393,14 +407,19 @@ class Ownership:
                     " an earlier version; this run owns it from now on"
                 )
         elif owner.run == run and owner.out != self.me.out:
-            self.notices.append(f"{self.url}: this start continues with {owner}")
+            self.notices.append(
+                f"{self.url}: this start continues with {owner}"
+            )
         self.run = run
         self.me = replace(self.me, run=run, adopted=adopted)
         self.mark = replace(self.mark, id=run, remote=str(self.url))
         self.mark.write(self.out)
 
     def _write_first(
-        self, folder: RemoteFolder, raw: bytes | None, owner: RemoteOwner | None
+        self,
+        folder: RemoteFolder,
+        raw: bytes | None,
+        owner: RemoteOwner | None,
     ) -> bool:
         """Write `owner.json` and read it again; return False if somebody else was
         first."""
@@ -498,7 +517,11 @@ class Ownership:
     # ---- messages
 
     def _belongs(self, owner: RemoteOwner | None) -> str:
-        whose = f"another run's ({owner})" if owner else "not known to be this run's"
+        whose = (
+            f"another run's ({owner})"
+            if owner
+            else "not known to be this run's"
+        )
         return (
             f"{self.url} has checkpoints that are {whose}, and this run has its own in {self.out}. Two"
             " runs would remove each other's checkpoints. Write another checkpoint.remote; or remove"

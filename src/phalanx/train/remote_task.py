@@ -47,9 +47,13 @@ class Task:
         self.finished = threading.Event()
         self.problem = ""  # error of the last attempt
         self.result = ""
-        self.there = False  # the upload itself is complete, whatever fails afterwards
+        self.there = (
+            False  # the upload itself is complete, whatever fails afterwards
+        )
         self.raised: Exception | None = None
-        self.thread = threading.Thread(target=self._run, name="remote", daemon=True)
+        self.thread = threading.Thread(
+            target=self._run, name="remote", daemon=True
+        )
 
     def start(self) -> "Task":
         self.thread.start()
@@ -117,7 +121,9 @@ def try_often(
             return ""
         except final:
             raise
-        except Exception as wrong:  # file system libraries raise errors of any type
+        except (
+            Exception
+        ) as wrong:  # file system libraries raise errors of any type
             task.problem = describe(wrong)
         task.check()
         if in_vain():
@@ -152,7 +158,8 @@ def in_threads(
                 errors.append(error)
 
     threads = [
-        threading.Thread(target=run, daemon=True) for _ in range(min(count, len(left)))
+        threading.Thread(target=run, daemon=True)
+        for _ in range(min(count, len(left)))
     ]
     for thread in threads:
         thread.start()

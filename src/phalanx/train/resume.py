@@ -12,7 +12,13 @@ from ..layout.run import RunError, random_by_name
 from ..parallel.model import is_lora
 from .checkpoint_exchange import HubReader
 from .checkpoint_format import RUN_ID, CheckpointError, Progress
-from .checkpoint_load import Loaded, begin, changed_settings, data_notices, load
+from .checkpoint_load import (
+    Loaded,
+    begin,
+    changed_settings,
+    data_notices,
+    load,
+)
 from .checkpoint_memory import MemoryCheckpoints
 from .data.digests import SourceRecord, fingerprint, table_of
 from .log import RunLog
@@ -34,7 +40,9 @@ class RunState:
     def progress(self, done: int) -> Progress:
         """Return the state after `done` steps."""
         rank, scaling = self.rank, self.rank.part.trainer.scaling
-        state = {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
+        state = (
+            {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
+        )
         config: dict[str, Any] = {
             "run": asdict(rank.run),
             "model": rank.identity.record,
@@ -55,13 +63,18 @@ class RunState:
                 f" Write seed = {progress.seed}, or another `out`."
             )
         rank.batches = rank.batches.resumed(progress.step, progress.cursor)
-        scaling, scale = rank.part.trainer.scaling, progress.state.get("loss_scale")
+        scaling, scale = (
+            rank.part.trainer.scaling,
+            progress.state.get("loss_scale"),
+        )
         if scaling and scale is not None:
             # validated when the manifest was read
             scaling.scale, scaling.steady = scale
 
 
-def load_or_draw(state: RunState, log: RunLog, memory: MemoryCheckpoints | None) -> int:
+def load_or_draw(
+    state: RunState, log: RunLog, memory: MemoryCheckpoints | None
+) -> int:
     """Load the newest intact checkpoint, or draw the weights; return the step to start
     with. Collective.
 
@@ -86,10 +99,20 @@ def load_or_draw(state: RunState, log: RunLog, memory: MemoryCheckpoints | None)
     batches = rank.batches
     state.restore(loaded)
     progress = loaded.progress
-    settings = changed_settings(progress, rank.run, rank.part.layout, rank.shape)
-    notices = {"damaged": loaded.damaged, "model": loaded.notices, "settings": settings}
-    if rank.world.rank == 0:  # only rank 0, as it may have to read some of the data
-        notices["data"] = data_notices(progress, loaded.path, state.data, batches)
+    settings = changed_settings(
+        progress, rank.run, rank.part.layout, rank.shape
+    )
+    notices = {
+        "damaged": loaded.damaged,
+        "model": loaded.notices,
+        "settings": settings,
+    }
+    if (
+        rank.world.rank == 0
+    ):  # only rank 0, as it may have to read some of the data
+        notices["data"] = data_notices(
+            progress, loaded.path, state.data, batches
+        )
     for event, texts in notices.items():
         for text in texts:
             log.event(event, text)

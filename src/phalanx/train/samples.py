@@ -20,7 +20,9 @@ from .text import continued, prompt_of, vocabulary_of_run
 from .whole_weights import whole_weights
 
 _BYTES = 4  # of a weight: text is generated in float32
-_SHARE = 0.5  # largest share of the machine's memory that whole weights may take
+_SHARE = (
+    0.5  # largest share of the machine's memory that whole weights may take
+)
 
 
 class Samples:
@@ -42,7 +44,9 @@ class Samples:
                 f" memory, which is {bytes_text(memory)}; use phalanx sample on another machine",
             )
         elif not rank.world.rank:
-            self.vocabulary = vocabulary_of_run(rank.run, rank.run.sample.tokenizer)
+            self.vocabulary = vocabulary_of_run(
+                rank.run, rank.run.sample.tokenizer
+            )
 
     def after_step(self, step: CompletedStep) -> None:
         if not self.every or not (step.last or step.due(self.every)):
@@ -61,10 +65,14 @@ class Samples:
                 kept[name] = whole.float().cpu()
         return kept
 
-    def _written(self, vocabulary: Vocabulary, weights: dict[str, Tensor]) -> str:
+    def _written(
+        self, vocabulary: Vocabulary, weights: dict[str, Tensor]
+    ) -> str:
         rank, wanted = self.rank, self.rank.run.sample
         generator = Generator.of(build_model(rank.shape), weights)
         prompt = prompt_of(vocabulary, wanted.prompt, chat=rank.batches.chats)
         sampling = Sampling(wanted.temperature, seed=rank.run.seed)
         tokens = wanted.tokens
-        return "".join(continued(generator, vocabulary, prompt, tokens, sampling))
+        return "".join(
+            continued(generator, vocabulary, prompt, tokens, sampling)
+        )

@@ -28,7 +28,12 @@ class DiskSaves:
         self, rank: Rank, log: RunLog, progress: ProgressAt, uploads: Uploads
     ) -> None:
         kept = rank.run.checkpoint
-        self.rank, self.log, self.progress, self.uploads = rank, log, progress, uploads
+        self.rank, self.log, self.progress, self.uploads = (
+            rank,
+            log,
+            progress,
+            uploads,
+        )
         self.folder = rank.run.checkpoints
         self.saver = Saver(
             self.folder,
@@ -61,15 +66,27 @@ class DiskSaves:
     def _log(self, saves: tuple[Saved, ...]) -> None:
         for saved in saves:
             self.unsaved = saved.error
-            text = f"not saved: {saved.error}" if saved.error else f"saved {saved.path}"
-            text += (
-                f"; it is there and sound, but {saved.notice}" if saved.notice else ""
+            text = (
+                f"not saved: {saved.error}"
+                if saved.error
+                else f"saved {saved.path}"
             )
-            values = {"step": saved.step, "path": str(saved.path), "error": saved.error}
+            text += (
+                f"; it is there and sound, but {saved.notice}"
+                if saved.notice
+                else ""
+            )
+            values = {
+                "step": saved.step,
+                "path": str(saved.path),
+                "error": saved.error,
+            }
             values |= {"notice": saved.notice} if saved.notice else {}
             if not saved.error:
                 self.uploads.offer(saved.path)
-            self.log.event("checkpoint", f"step {saved.step}  {text}", **values)
+            self.log.event(
+                "checkpoint", f"step {saved.step}  {text}", **values
+            )
 
 
 class MemorySaves:
@@ -91,10 +108,16 @@ class MemorySaves:
             log.event("not kept", text)
         elif folder:
             host = log.positions.host
-            self.checkpoints = MemoryCheckpoints(folder, host, part.local, part.updates)
+            self.checkpoints = MemoryCheckpoints(
+                folder, host, part.local, part.updates
+            )
 
     def due(self, step: CompletedStep) -> bool:
-        return self.checkpoints is not None and not step.ends and step.due(self.every)
+        return (
+            self.checkpoints is not None
+            and not step.ends
+            and step.due(self.every)
+        )
 
     def after_step(self, step: CompletedStep) -> None:
         if self.checkpoints is None or not self.due(step):
@@ -102,7 +125,9 @@ class MemorySaves:
         with self.log.positions.phase("saving", str(self.checkpoints.folder)):
             if errors := self.checkpoints.save(self.progress(step.done)):
                 text = f"step {step.done}  not kept in memory: {errors[0]}"
-                self.log.event("not kept", text, step=step.done, error=errors[0])
+                self.log.event(
+                    "not kept", text, step=step.done, error=errors[0]
+                )
 
     def close(self) -> None:
         """Free the memory, as the run has ended well."""

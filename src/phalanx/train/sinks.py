@@ -87,10 +87,14 @@ class Sink:
         self.tool = tool
         self.problems: deque[str] = deque()
         self._told = set[str]()
-        self._queue: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(QUEUED)
+        self._queue: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(
+            QUEUED
+        )
         self._ended = threading.Event()
         self._call = "init"  # the call that the thread is in
-        threading.Thread(target=self._work, name=tool.name, daemon=True).start()
+        threading.Thread(
+            target=self._work, name=tool.name, daemon=True
+        ).start()
 
     def put(self, numbers: Numbers, step: int) -> None:
         """Queue a step's values. They are dropped if the tool has failed or does not
@@ -102,7 +106,8 @@ class Sink:
         except queue.Full:
             text = f"{self.tool.name} does not keep up ({self._call} has not returned)"
             self._tell(
-                "full", f"{text}: some of its numbers are dropped from step {step} on"
+                "full",
+                f"{text}: some of its numbers are dropped from step {step} on",
             )
 
     def end(self) -> None:
@@ -117,9 +122,7 @@ class Sink:
         """True if the tool finishes before `until`, a time of `time.monotonic`."""
         if self._ended.wait(max(0.0, until - time.monotonic())):
             return True
-        text = (
-            f"{self.tool.name}.{self._call} has not returned: the run ends without it"
-        )
+        text = f"{self.tool.name}.{self._call} has not returned: the run ends without it"
         self._tell("end", text)
         return False
 
@@ -165,7 +168,11 @@ def _described(error: BaseException) -> str:
         text = " ".join(str(error).split())
     except Exception:  # `__str__` of the tool's error may raise, too
         text = ""
-    return f"{type(error).__name__}: {text[:_LENGTH]}" if text else type(error).__name__
+    return (
+        f"{type(error).__name__}: {text[:_LENGTH]}"
+        if text
+        else type(error).__name__
+    )
 
 
 def open_sinks(run: Run) -> list[Sink]:
@@ -175,7 +182,9 @@ def open_sinks(run: Run) -> list[Sink]:
         tools.append(TensorBoard(Path(run.out, "tensorboard")))
     # The tool sends the configuration to a server, so secrets in URLs are removed.
     config = json.loads(redacted(json.dumps(asdict(run))))
-    names = [name for name in ("wandb", "trackio") if getattr(run.metrics, name)]
+    names = [
+        name for name in ("wandb", "trackio") if getattr(run.metrics, name)
+    ]
     tools += [WandbLike(name, Path(run.out).name, config) for name in names]
     return [Sink(tool) for tool in tools]
 

@@ -24,11 +24,14 @@ class SkippedSteps:
         if step.result.finite:
             self.in_a_row = 0
             return
-        overflow = self.rank.part.trainer.scaling is not None and math.isfinite(
-            step.result.total
+        overflow = (
+            self.rank.part.trainer.scaling is not None
+            and math.isfinite(step.result.total)
         )
         if overflow:  # expected: float16 finds its loss scale this way
-            self.log.event("skip", step=step.done, why="a float16 gradient overflowed")
+            self.log.event(
+                "skip", step=step.done, why="a float16 gradient overflowed"
+            )
             return
         why = f"the loss or a gradient is not finite; {self._cause()}"
         text = f"step {step.done} was skipped on all ranks: {why}"

@@ -80,7 +80,11 @@ class Starts:
         step = last[0]
         if step is None or last != [step] * IN_VAIN:
             return ""
-        where = f"after step {step}" if step else "before their first step was done"
+        where = (
+            f"after step {step}"
+            if step
+            else "before their first step was done"
+        )
         return f"the last {IN_VAIN} starts all failed {where}"
 
     def close(self) -> None:

@@ -32,13 +32,19 @@ class CompletedStep:
     result: StepResult
     lr: float
     last: bool  # no steps are left
-    stopped: bool  # steps are left, but a rank was asked to stop: the run ends here
+    stopped: (
+        bool  # steps are left, but a rank was asked to stop: the run ends here
+    )
     started: float  # before the batch was read
     loaded: float  # after the batch was read
     begun: float  # `started`, or the time at which all ranks began together
     ended: float
-    ahead: float  # seconds spent on reading the next batch while a GPU computed
-    waits: tuple[tuple[float, float], ...]  # intervals of waiting in calls of groups
+    ahead: (
+        float  # seconds spent on reading the next batch while a GPU computed
+    )
+    waits: tuple[
+        tuple[float, float], ...
+    ]  # intervals of waiting in calls of groups
 
     @property
     def ends(self) -> bool:

@@ -23,7 +23,9 @@ class StepLines:
     def __init__(self, rank: Rank, log: RunLog) -> None:
         self.rank, self.log = rank, log
         self.own = OwnTime(queued=rank.world.device.type == "cuda")
-        self.stragglers = Stragglers(rank.run.hang.straggler, rank.part.program.owner)
+        self.stragglers = Stragglers(
+            rank.run.hang.straggler, rank.part.program.owner
+        )
         self.seconds: list[float] = []  # of each step since the last line
 
     def after_step(self, step: CompletedStep) -> None:
@@ -31,7 +33,9 @@ class StepLines:
         whole = step.ended - step.started
         reading = step.loaded - step.started
         spans = step.result.timeline.spans
-        if spans:  # without spans, the GPU's compute time in this step is unknown
+        if (
+            spans
+        ):  # without spans, the GPU's compute time in this step is unknown
             self.own.add(whole, reading, spans, step.waits, step.ahead)
         if step.ends or step.due(self.rank.run.metrics.every):
             # Counted as part of the step: here a rank may wait for others that are
@@ -50,8 +54,12 @@ class StepLines:
             step.done, seconds, numbers | {"memory": float(table[:, 0].max())}
         )
         if self.log.active:
-            for slow in self.stragglers.look(table[:, 1:].tolist(), len(seconds)):
-                self.log.event("straggler", str(slow), step=step.done, **slow._asdict())
+            for slow in self.stragglers.look(
+                table[:, 1:].tolist(), len(seconds)
+            ):
+                self.log.event(
+                    "straggler", str(slow), step=step.done, **slow._asdict()
+                )
 
     def _numbers_of_ranks(self) -> torch.Tensor:
         """Return a row for each rank: its peak memory, then its own time, total and by

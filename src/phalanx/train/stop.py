@@ -113,9 +113,15 @@ def _identity(file: Path) -> tuple[int, int] | None:
 def _asked_by(file: Path) -> str:
     """Return the signal that the command passed on in this STOP file, or STOP if a user
     made the file."""
-    with suppress(OSError), open_regular(file, os.O_RDONLY | os.O_NOFOLLOW) as opened:
+    with (
+        suppress(OSError),
+        open_regular(file, os.O_RDONLY | os.O_NOFOLLOW) as opened,
+    ):
         kind, _, name = opened.read(64).decode(errors="replace").partition(" ")
-        if kind == _SIGNAL.strip() and name.strip() in signal.Signals.__members__:
+        if (
+            kind == _SIGNAL.strip()
+            and name.strip() in signal.Signals.__members__
+        ):
             return name.strip()
     return STOP
 
@@ -137,7 +143,9 @@ def stop_requests(file: Path, *, first: bool) -> Iterator[StopRequests]:
 
 
 @contextmanager
-def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def stop_signals(
+    receive: Callable[[int, FrameType | None], None],
+) -> Iterator[None]:
     """Call `receive` for the signals that ask a run to save and end.
 
     These are SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal closed; not under nohup)
@@ -149,7 +157,9 @@ def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[N
     with ExitStack() as before:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
-                before.callback(signal.signal, number, signal.signal(number, receive))
+                before.callback(
+                    signal.signal, number, signal.signal(number, receive)
+                )
         yield
 
 
@@ -202,7 +212,9 @@ class PassedOn:
 # ---- files of earlier runs
 
 
-def remove_stale_stop(run: Run, begun: float, *, launched: bool = False) -> str:
+def remove_stale_stop(
+    run: Run, begun: float, *, launched: bool = False
+) -> str:
     """Delete a STOP file that is not meant for this start; return a notice, or "" if
     there was none.
 

@@ -41,9 +41,12 @@ class Slow(NamedTuple):
         own, usual = map(seconds_text, (self.seconds, self.usual))
         text = f"rank {self.rank} is slow: {own} of its own work a step, where {usual} is usual; "
         each = [
-            (name, *map(seconds_text, both)) for name, both in self.operations.items()
+            (name, *map(seconds_text, both))
+            for name, both in self.operations.items()
         ]
-        return text + ", ".join(f"{name} {own} ({usual})" for name, own, usual in each)
+        return text + ", ".join(
+            f"{name} {own} ({usual})" for name, own, usual in each
+        )
 
 
 class OwnTime:
@@ -79,7 +82,8 @@ class OwnTime:
         for span in spans:
             if span.lane == ops.COMPUTE:
                 waited = sum(
-                    max(0.0, min(b, span.end) - max(a, span.start)) for a, b in waits
+                    max(0.0, min(b, span.end) - max(a, span.start))
+                    for a, b in waits
                 )
                 own = span.end - span.start - (0.0 if self.queued else waited)
                 self.parts[ops.KINDS[span.op.kind].name] += own
@@ -95,7 +99,8 @@ class OwnTime:
     def taken(self) -> list[float]:
         """Return seconds per step, in total and in parts, and restart the count."""
         numbers = [
-            each / max(1, self.steps) for each in (self.total, *self.parts.values())
+            each / max(1, self.steps)
+            for each in (self.total, *self.parts.values())
         ]
         self._clear()
         return numbers
@@ -115,7 +120,9 @@ class Stragglers:
         for rank, row in enumerate(rows):
             self.peers.setdefault(row, []).append(rank)
 
-    def look(self, table: Sequence[Sequence[float]], steps: int) -> Iterator[Slow]:
+    def look(
+        self, table: Sequence[Sequence[float]], steps: int
+    ) -> Iterator[Slow]:
         """Yield the ranks found slow with this log line of `steps` steps, slowest
         first.
 
@@ -172,7 +179,11 @@ class Stragglers:
         own = numbers[rank].tolist()
         parts = zip(NAMES, own[1:], usual[1:], strict=True)
         most = sorted(parts, key=lambda part: part[2] - part[1])[:3]
-        lost = {name: (mine, theirs) for name, mine, theirs in most if mine > theirs}
+        lost = {
+            name: (mine, theirs)
+            for name, mine, theirs in most
+            if mine > theirs
+        }
         return Slow(rank, own[0], usual[0], lost)
 
 
@@ -182,7 +193,9 @@ def _medians_of_others(values: np.ndarray) -> np.ndarray:
     count = len(values)
     order = values.argsort(kind="stable")
     ordered = values[order]
-    place = np.empty(count, dtype=np.int64)  # position of each value in sorted order
+    place = np.empty(
+        count, dtype=np.int64
+    )  # position of each value in sorted order
     place[order] = np.arange(count)
 
     def without_own(at: int) -> np.ndarray:

@@ -23,7 +23,9 @@ from .data.vocabulary import Bytes, Tokenizer, Vocabulary, open_vocabulary
 Weights = dict[str, torch.Tensor]
 
 
-def open_generator(source: Path | str, dtype: torch.dtype = torch.float32) -> Generator:
+def open_generator(
+    source: Path | str, dtype: torch.dtype = torch.float32
+) -> Generator:
     """Open the model of a checkpoint in any layout, or of a Hugging Face folder, hf:FOLDER."""
     return Generator.of(*model_of(source), dtype)
 
@@ -87,7 +89,9 @@ def vocabulary_if_known(source: str, tokenizer: str = "") -> Vocabulary | None:
 def vocabulary_of_run(run: Run, tokenizer: str = "") -> Vocabulary | None:
     """Return the named tokenizer, or that of a run's model or data; None if unknown."""
     if tokenizer or run.hub:
-        return open_vocabulary(Path(tokenizer) if tokenizer else run.hub_folder)
+        return open_vocabulary(
+            Path(tokenizer) if tokenizer else run.hub_folder
+        )
     names = {tokenizer_of(path) for path, _ in run.sources}
     return Bytes() if names == {AS_BYTES} else None
 
@@ -110,7 +114,11 @@ def prompt_of(vocabulary: Vocabulary, text: str, *, chat: bool) -> list[int]:
 
 
 def _data(value: Any) -> str | tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return (
+        tuple(map(str, value))
+        if isinstance(value, list | tuple)
+        else str(value)
+    )
 
 
 def continued(
@@ -126,7 +134,9 @@ def continued(
     """
     tokens: list[int] = []
     shown = ""
-    for (token,) in generator.generate(prompt, count, sampling, ends=vocabulary.ends):
+    for (token,) in generator.generate(
+        prompt, count, sampling, ends=vocabulary.ends
+    ):
         if token in vocabulary.ends:
             break
         tokens.append(token)

@@ -33,11 +33,15 @@ def traced(rank: Rank) -> Iterator[Listener]:
 
     trainer.ranges = lambda op: torch.profiler.record_function(str(op))
     schedule = _schedule(wanted)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=export) as trace:
+    with torch.profiler.profile(
+        schedule=schedule, on_trace_ready=export
+    ) as trace:
         yield lambda step: trace.step()
 
 
-def _schedule(wanted: Profiling) -> Callable[[int], torch.profiler.ProfilerAction]:
+def _schedule(
+    wanted: Profiling,
+) -> Callable[[int], torch.profiler.ProfilerAction]:
     """Return the profiler's action for each step, counted from the first one of this
     start."""
     action = torch.profiler.ProfilerAction

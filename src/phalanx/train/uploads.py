@@ -38,7 +38,9 @@ class Uploads:
         self.remote: Remote | None = None
         self.owner: Ownership | None = None
         self.uploader: Uploader | None = None
-        self.asked = False  # ranks were asked to stop before the end of the last step
+        self.asked = (
+            False  # ranks were asked to stop before the end of the last step
+        )
         self._run_id = ""
         url = run.checkpoint.remote
         if rank.world.rank == 0:
@@ -49,7 +51,9 @@ class Uploads:
             if url:
                 self.owner = Ownership(url, out, local)
         if url:
-            self.remote = Remote(Url(url), run.checkpoint.remote_timeout, self.owner)
+            self.remote = Remote(
+                Url(url), run.checkpoint.remote_timeout, self.owner
+            )
 
     @property
     def run_id(self) -> str:
@@ -83,7 +87,9 @@ class Uploads:
             text = f"{self.remote.url} cannot be claimed yet: {answer.error}"
             self.log.event("remote", f"{text}. Each upload tries it again")
         if self.owner:
-            self.uploader = Uploader(self.remote, self.rank.run.checkpoint.keep)
+            self.uploader = Uploader(
+                self.remote, self.rank.run.checkpoint.keep
+            )
 
     def resumed(self, loaded: Loaded) -> None:
         """Record that the run resumes from this checkpoint."""
@@ -108,7 +114,9 @@ class Uploads:
             return
         for upload in self.uploader.taken():
             error = upload.error
-            text = f"step {upload.step}  not uploaded: {error}" if error else ""
+            text = (
+                f"step {upload.step}  not uploaded: {error}" if error else ""
+            )
             if upload.notice:
                 text = f"step {upload.step}  uploaded, but {upload.notice}"
             url = self.rank.run.checkpoint.remote
@@ -126,7 +134,9 @@ class Uploads:
         """
         if self.remote is None:
             return ""
-        with self.log.positions.phase("saving", f"the upload to {self.remote.url}"):
+        with self.log.positions.phase(
+            "saving", f"the upload to {self.remote.url}"
+        ):
             return self._finish()
 
     def _finish(self) -> str:
@@ -135,7 +145,9 @@ class Uploads:
             self.report()
         if uploader:
             uploader.stop("a signal, or a STOP file, ended the wait for it")
-        release = uploader.release() if uploader and not uploader.stuck else None
+        release = (
+            uploader.release() if uploader and not uploader.stuck else None
+        )
         end = time.monotonic() + ENDING
 
         def releasing() -> bool:
@@ -146,7 +158,9 @@ class Uploads:
         while self._wait_on(releasing()):
             pass
         self.report()
-        return broadcast_text(self.everyone, uploader.missing if uploader else "")
+        return broadcast_text(
+            self.everyone, uploader.missing if uploader else ""
+        )
 
     def _wait_on(self, under_way: bool) -> bool:
         """True if rank 0 should keep waiting. The ranks meet repeatedly, so that none
@@ -154,7 +168,9 @@ class Uploads:
         # All ranks agreed in the last step, so a request that arrived since then is
         # new.
         asked = self.rank.part.trainer.wants_to_stop() and not self.asked
-        flags = torch.tensor([int(under_way), int(asked)], device=self.everyone.device)
+        flags = torch.tensor(
+            [int(under_way), int(asked)], device=self.everyone.device
+        )
         self.everyone.all_reduce(flags)
         return bool(flags[0]) and not flags[1]
 

@@ -24,7 +24,9 @@ class Validations:
             return
         with self.log.positions.phase("validating"):
             self.loss = validation_loss(self.rank)
-            experts = expert_tokens(self.rank) if self.rank.shape.experts else []
+            experts = (
+                expert_tokens(self.rank) if self.rank.shape.experts else []
+            )
         if self.loss is not None:
             bits = self.rank.batches.bits_per_byte(self.loss)
             self.log.validation(step.done, self.loss, bits, experts)
@@ -43,11 +45,16 @@ def expert_tokens(rank: Rank) -> list[list[int]]:
     """Return by layer how often each expert was chosen in the last validation; on rank
     0."""
     part = rank.part
-    same = 1 if part.layout.seq else part.layout.tp  # ranks that see the same tokens
+    same = (
+        1 if part.layout.seq else part.layout.tp
+    )  # ranks that see the same tokens
     own = {number: x.tolist() for number, x in part.validator.chosen.items()}
     layers: dict[int, list[int]] = {}
     for text in exchange(part.everyone, json.dumps(own), 0):
         for number, counts in json.loads(text).items():
             before = layers.setdefault(int(number), [0] * len(counts))
             before[:] = (a + b for a, b in zip(before, counts, strict=True))
-    return [[count // same for count in layers[number]] for number in sorted(layers)]
+    return [
+        [count // same for count in layers[number]]
+        for number in sorted(layers)
+    ]

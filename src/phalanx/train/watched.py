@@ -23,7 +23,9 @@ def call_timeout(run: Run) -> float:
     It is longer than any wait that the watcher considers healthy, so that the watcher
     reports first; it only matters if the watcher was killed.
     """
-    return (PATIENCE + 1) * run.hang.timeout if run.hang.timeout else 7 * 86400.0
+    return (
+        (PATIENCE + 1) * run.hang.timeout if run.hang.timeout else 7 * 86400.0
+    )
 
 
 @contextmanager

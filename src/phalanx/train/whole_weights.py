@@ -24,10 +24,14 @@ def whole_weights(part: ModelPart) -> Iterator[tuple[str, Tensor]]:
     mine: dict[str, list[tuple[Any, Tensor]]] = {}
     for tensor, numbers in owned(part.local, part.updates):
         if tensor.kind == WEIGHT:
-            mine.setdefault(tensor.name, []).append((tensor.shards[0], numbers))
+            mine.setdefault(tensor.name, []).append(
+                (tensor.shards[0], numbers)
+            )
     group = part.everyone
     master = next(iter(part.local.every_unit)).precision.master
-    shapes = {name: weight.shape for name, weight in part.model.weights.items()}
+    shapes = {
+        name: weight.shape for name, weight in part.model.weights.items()
+    }
     for name in sorted(shapes):
         whole = torch.zeros(shapes[name], dtype=master, device=group.device)
         for shard, numbers in mine.get(name, ()):

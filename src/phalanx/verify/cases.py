@@ -32,11 +32,17 @@ def trial_batch(
     float16 skips it is an ordinary one instead, so that the update shows any trace of
     the skipped step.
     """
-    batch = batch_of(shape, step, seed=seed, dtype=dtype, packed=packed, noisy=noisy)
+    batch = batch_of(
+        shape, step, seed=seed, dtype=dtype, packed=packed, noisy=noisy
+    )
     half = dtype == torch.float16
     if "targets" not in batch:
         overflows = half and step == 1
-        return {"inputs": torch.full_like(batch["inputs"], 6e4)} if overflows else batch
+        return (
+            {"inputs": torch.full_like(batch["inputs"], 6e4)}
+            if overflows
+            else batch
+        )
     targets = batch["targets"].clone()
     rows = targets.shape[0]
     if step == 1 and half:
@@ -82,16 +88,24 @@ def batch_of(
     for row in range(shape.batch):
         targets[row, : row % shape.sequence] = IGNORED
     time = torch.arange(shape.sequence).expand(shape.batch, -1).contiguous()
-    batch = {"tokens": inputs.contiguous(), "targets": targets, "positions": time}
+    batch = {
+        "tokens": inputs.contiguous(),
+        "targets": targets,
+        "positions": time,
+    }
     if packed:
         batch |= _documents(batch, draw)
-    if noisy:  # dropout's source of randomness: a key for every token of the step
+    if (
+        noisy
+    ):  # dropout's source of randomness: a key for every token of the step
         token = torch.arange(time.numel()).view(time.shape)
         batch["noise"] = token_noise(seed, step, token)
     return batch
 
 
-def _documents(batch: Mapping[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
+def _documents(
+    batch: Mapping[str, Tensor], draw: torch.Generator
+) -> dict[str, Tensor]:
     """Cut sequences at random places; return each token's document, and its position in
     the document."""
     size = batch["tokens"].shape

@@ -19,7 +19,9 @@ from ..program.state import INPUT, SENT, WHOLE, State
 
 # microbatches of a step long enough for the check to simulate only a few of them
 LONG = 12
-DAMAGES = 12  # number of damaged variants to try, drawn with the layout as seed
+DAMAGES = (
+    12  # number of damaged variants to try, drawn with the layout as seed
+)
 # Operations without which a program is still correct: a count, clipping, recomputation,
 # weights that stay gathered, and weights that a gather loads from the host itself. A
 # program does not say which units need sums over tp, sums of routing choices or scales.
@@ -94,16 +96,22 @@ def _enter(books: Counter[tuple[str, int]], state: State, number: int) -> None:
         books[change.what, change.piece] += change.sign
 
 
-def _unequal(books: Counter[tuple[str, int]], state: State, op: Op) -> Iterator[str]:
+def _unequal(
+    books: Counter[tuple[str, int]], state: State, op: Op
+) -> Iterator[str]:
     """Describe buffers whose count differs from what the state holds before an
     operation."""
     held = Counter((what, piece) for (piece, _), what in state.kept.items())
-    held.update((ops.WEIGHTS, unit) for unit in {*state.gathered, *state.loaded})
+    held.update(
+        (ops.WEIGHTS, unit) for unit in {*state.gathered, *state.loaded}
+    )
     exact = {ops.KEPT, ops.SELECTED, ops.FACTORS, INPUT, ops.WEIGHTS}
     for key in {*books, *held}:
         what, piece = key
         least = max(held[key], what == WHOLE and piece in state.open)
-        wrong = books[key] != held[key] if what in exact else books[key] < least
+        wrong = (
+            books[key] != held[key] if what in exact else books[key] < least
+        )
         if wrong:
             yield (
                 f"before {op} {books[key]} buffers '{what}' of piece {piece} are counted, and"
@@ -180,7 +188,11 @@ def _crossed(number: int, row: tuple[Op, ...]) -> Iterator[Damage]:
         if (other := received.get(flow)) is not None:
             changed = [*row]
             changed[other], changed[place] = op, row[other]
-            yield f"{row[other]} and {op} are exchanged", number, tuple(changed)
+            yield (
+                f"{row[other]} and {op} are exchanged",
+                number,
+                tuple(changed),
+            )
         received[flow] = place
 
 

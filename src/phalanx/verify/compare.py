@@ -91,7 +91,9 @@ class _Measure:
             error = 0.0  # a step that float16 skips
         hint = _hint(got / want) if want else ""
         yield self._bounded(
-            Difference(step, what, "", (), got, want, _or_infinite(error), hint=hint)
+            Difference(
+                step, what, "", (), got, want, _or_infinite(error), hint=hint
+            )
         )
         yield from self._mismatches(step, what, "")
 
@@ -112,7 +114,9 @@ class _Measure:
                 step, "weight" if what == "update" else what, name
             )
 
-    def _mismatches(self, step: int, what: str, name: str) -> Iterator[Difference]:
+    def _mismatches(
+        self, step: int, what: str, name: str
+    ) -> Iterator[Difference]:
         """Yield values that differ between ranks that must have equal copies."""
         # differences after the last step are among the last step's mismatches
         last = len(self.got.steps) - 1
@@ -120,7 +124,15 @@ class _Measure:
             if (apart.what, apart.name) == (what, name):
                 (a, b), element = apart.values, apart.element
                 yield Difference(
-                    step, what, name, element, b, a, math.inf, 0.0, ranks=apart.ranks
+                    step,
+                    what,
+                    name,
+                    element,
+                    b,
+                    a,
+                    math.inf,
+                    0.0,
+                    ranks=apart.ranks,
                 )
 
     def routes(
@@ -137,11 +149,14 @@ class _Measure:
         for apart in (known != whole).nonzero()[:1]:
             element = tuple(int(i) for i in apart)
             gap = float(want.gaps[name][element[:-1]])
-            hint = f"scores {gap:.1e} apart: rounding decides; take another seed" * (
-                gap < TIE
+            hint = (
+                f"scores {gap:.1e} apart: rounding decides; take another seed"
+                * (gap < TIE)
             )
             a, b = float(known[element]), float(whole[element])
-            yield Difference(step, "routing", name, element, a, b, math.inf, 0.0, hint)
+            yield Difference(
+                step, "routing", name, element, a, b, math.inf, 0.0, hint
+            )
 
     def floor(self, gradients: Iterable[Tensor]) -> float:
         """Return the scale on which zero gradients are compared."""
@@ -175,24 +190,42 @@ class _Measure:
                 step, what, name, (), math.nan, math.nan, math.inf, hint=why
             )
         apart = (got.double() - want.double()).abs().nan_to_num(nan=math.inf)
-        apart[~got.isfinite() & ~want.isfinite()] = 0.0  # in a step that float16 skips
+        apart[~got.isfinite() & ~want.isfinite()] = (
+            0.0  # in a step that float16 skips
+        )
         at = int(apart.argmax())
-        element = tuple(int(i) for i in np.unravel_index(at, tuple(want.shape)))
+        element = tuple(
+            int(i) for i in np.unravel_index(at, tuple(want.shape))
+        )
         a, b = float(got.reshape(-1)[at]), float(want.reshape(-1)[at])
         error = _or_infinite(self._size(apart) / scale)
         return Difference(
-            step, what, name, element, a, b, error, hint=_hint(a / b) if b else ""
+            step,
+            what,
+            name,
+            element,
+            a,
+            b,
+            error,
+            hint=_hint(a / b) if b else "",
         )
 
     def _bounded(self, x: Difference) -> Difference:
         if x.what in ("start", "loss scale"):
             # not computed in any dtype, so it must be bit-equal
             return replace(x, allowed=0.0)
-        return x if self.bounds is None else replace(x, allowed=self.bounds[x.key])
+        return (
+            x
+            if self.bounds is None
+            else replace(x, allowed=self.bounds[x.key])
+        )
 
 
 def compare(
-    got: Trace, want: Trace, rate: Callable[[int], float], bounds: Bounds | None = None
+    got: Trace,
+    want: Trace,
+    rate: Callable[[int], float],
+    bounds: Bounds | None = None,
 ) -> list[Difference]:
     """Return every quantity with its error, in the order in which training computes
     them.
@@ -227,7 +260,9 @@ def bounds_of(
     """
     eps, single = torch.finfo(compute).eps, torch.finfo(torch.float32).eps
     least = eps / 16 + 4 * single
-    free = dict.fromkeys((d.key for d in compare(want, want, rate, _Anything())), 0.0)
+    free = dict.fromkeys(
+        (d.key for d in compare(want, want, rate, _Anything())), 0.0
+    )
     for trace in nudged:
         for change in compare(trace, want, rate, _Anything()):
             free[change.key] = max(free[change.key], change.error)
@@ -238,7 +273,10 @@ def bounds_of(
 
 
 def bounds_in_places(
-    want: Trace, rate: Callable[[int], float], compute: torch.dtype, places: float
+    want: Trace,
+    rate: Callable[[int], float],
+    compute: torch.dtype,
+    places: float,
 ) -> Bounds:
     """Return bounds of `places` units in the last place of the compute dtype, for every
     quantity."""
@@ -261,7 +299,9 @@ def _roundings_of_updates(want: Trace) -> Iterator[tuple[Key, float]]:
         for name, moved in _moved(step.weights, want.start).items():
             size = float(moved.norm())
             if size > 0:
-                rounding = single * float(step.weights[name].double().norm()) / size
+                rounding = (
+                    single * float(step.weights[name].double().norm()) / size
+                )
                 yield (number, "update", name), rounding
 
 
@@ -279,9 +319,14 @@ def _step(measure: _Measure, number: int) -> Iterator[Difference]:
     update. The first difference is then the closest to its cause.
     """
     got, want = measure.got.steps[number], measure.want.steps[number]
-    for name, output in want.outputs.items():  # which piece after piece have made
+    for (
+        name,
+        output,
+    ) in want.outputs.items():  # which piece after piece have made
         yield from measure.routes(number, name, got, want)
-        yield from measure.tensors(number, "output", got.outputs, {name: output})
+        yield from measure.tensors(
+            number, "output", got.outputs, {name: output}
+        )
     yield from measure.number(number, "loss", got.loss, want.loss)
     if math.isfinite(want.norm):
         floor = measure.floor(want.gradients.values())
@@ -293,7 +338,11 @@ def _step(measure: _Measure, number: int) -> Iterator[Difference]:
     yield from measure.number(number, "logged loss", got.logged, want.logged)
     if measure.bounds is None:
         yield from measure.tensors(
-            number, "weight", got.weights, _reversed(want.weights), measure.rate(number)
+            number,
+            "weight",
+            got.weights,
+            _reversed(want.weights),
+            measure.rate(number),
         )
     else:
         start = measure.want.start
@@ -312,7 +361,9 @@ def _reversed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _moved(
     weights: Mapping[str, Tensor], start: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    return {name: x.double() - start[name].double() for name, x in weights.items()}
+    return {
+        name: x.double() - start[name].double() for name, x in weights.items()
+    }
 
 
 def _or_infinite(error: float) -> float:

@@ -59,7 +59,9 @@ def journal_faults(
         yield from _line_faults(line, step, tokens)
     if flops:
         yield from _flops_faults(records, flops)
-    said = [record["loss"] for record in records if record["event"] == "validation"]
+    said = [
+        record["loss"] for record in records if record["event"] == "validation"
+    ]
     if validation is not None and [_number(x) for x in said] != [validation]:
         yield f"the journal has the validation losses {said}, the ranks have {validation:.9g}"
 
@@ -68,7 +70,9 @@ def _line_faults(line: Record, step: LoggedStep, tokens: int) -> Iterator[str]:
     wanted = {"loss": step.loss, "norm": step.norm}
     for name, value in wanted.items():
         said = _number(line[name])
-        if said != value and not (math.isnan(said) and not math.isfinite(value)):
+        if said != value and not (
+            math.isnan(said) and not math.isfinite(value)
+        ):
             yield _fault(line, name, said, value)
     counted = {
         "lr": (line["lr"], step.rate),
@@ -79,7 +83,9 @@ def _line_faults(line: Record, step: LoggedStep, tokens: int) -> Iterator[str]:
             yield _fault(line, name, said, value)
 
 
-def _flops_faults(records: Sequence[Record], flops: CountedFlops) -> Iterator[str]:
+def _flops_faults(
+    records: Sequence[Record], flops: CountedFlops
+) -> Iterator[str]:
     peak = math.nan
     for record in records:
         if record["event"] == "start":
@@ -108,7 +114,9 @@ def _number(value: Any) -> float:
 # ---- FLOPs
 
 
-def counted_flops(shape: Shape, batch: int, sequence: int) -> CountedFlops | None:
+def counted_flops(
+    shape: Shape, batch: int, sequence: int
+) -> CountedFlops | None:
     """Count the FLOPs of a step of a built-in decoder, as torch counts the matmuls of
     its plain form.
 
@@ -155,10 +163,18 @@ def _products(shape: Shape, batch: int, sequence: int) -> dict[str, float]:
         for name, x in model.weights.items()
     }
     time = torch.arange(sequence).expand(batch, -1)
-    tokens_of = {"tokens": torch.zeros_like(time), "targets": time % shape.vocab}
+    tokens_of = {
+        "tokens": torch.zeros_like(time),
+        "targets": time % shape.vocab,
+    }
     with FlopCounterMode(display=False) as counter:
-        loss = plain.decoder(counted, weights, {**tokens_of, "positions": time}).loss
+        loss = plain.decoder(
+            counted, weights, {**tokens_of, "positions": time}
+        ).loss
         loss.backward()  # type: ignore[no-untyped-call]
     operations = counter.get_flop_counts()["Global"]
     scores = sum(n for op, n in operations.items() if "bmm" in str(op))
-    return {"products": sum(operations.values()) - scores + beside, "scores": scores}
+    return {
+        "products": sum(operations.values()) - scores + beside,
+        "scores": scores,
+    }

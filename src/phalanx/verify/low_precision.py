@@ -36,12 +36,17 @@ from ..parallel.tensor import cut_of
 
 # Of each format: bits of the fraction, the exponents of its least normal and of its
 # largest number, and that number.
-_FORMS = {"float8_e4m3fn": (3, -6, 8, 448.0), "float8_e5m2": (2, -14, 15, 57344.0)}
+_FORMS = {
+    "float8_e4m3fn": (3, -6, 8, 448.0),
+    "float8_e5m2": (2, -14, 15, 57344.0),
+}
 
 
 def sums_of(layout: Layout) -> Layout:
     """Return the layout reduced to what splits the sums of matmuls."""
-    axes = tuple(axis for axis in layout.mesh.axes if axis.name in ("cp", "tp"))
+    axes = tuple(
+        axis for axis in layout.mesh.axes if axis.name in ("cp", "tp")
+    )
     seq, whole = (
         layout.seq and layout.tp > 1,
         tuple(x for x in layout.experts if x == "tp"),
@@ -60,7 +65,9 @@ def can_replay(model: Model, cuts: Layout) -> bool:
         inside = {p for _, owner in _owners(block) for p in owner.parameters()}
         for path, parameter in block.named_parameters():
             place = f"{name}.{path}", parameter.shape
-            cut = cut_of(model, cuts, *place, {}) != cut_of(model, whole, *place, {})
+            cut = cut_of(model, cuts, *place, {}) != cut_of(
+                model, whole, *place, {}
+            )
             if cut and parameter not in inside:
                 return False
     return True
@@ -73,7 +80,10 @@ def padded(batch: Mapping[str, Tensor], cuts: Layout) -> Mapping[str, Tensor]:
     if not short:
         return batch
     fills = {"targets": IGNORED, DOCUMENTS: -1}
-    batch = {**batch, VALID: torch.ones_like(batch["tokens"], dtype=torch.bool)}
+    batch = {
+        **batch,
+        VALID: torch.ones_like(batch["tokens"], dtype=torch.bool),
+    }
     return {
         name: F.pad(x, (0, short), value=fills.get(name, 0))
         for name, x in batch.items()
@@ -96,12 +106,18 @@ class Rounding:
         """Return the tokens of a sequence that each cp rank holds."""
         if self.generator:
             return [torch.arange(length)]  # split at random like other sums
-        ring, ulysses = self.cuts.mesh.of("cp.ring"), self.cuts.mesh.of("cp.ulysses")
+        ring, ulysses = (
+            self.cuts.mesh.of("cp.ring"),
+            self.cuts.mesh.of("cp.ulysses"),
+        )
         return [
-            held_times(length, ring, ulysses, rank) for rank in range(ring * ulysses)
+            held_times(length, ring, ulysses, rank)
+            for rank in range(ring * ulysses)
         ]
 
-    def __call__(self, x: Tensor, form: str, *, weight: bool = False) -> Tensor:
+    def __call__(
+        self, x: Tensor, form: str, *, weight: bool = False
+    ) -> Tensor:
         digits, least, last, most = _FORMS[form]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         out = torch.zeros_like(wide)
@@ -130,12 +146,16 @@ class Rounding:
             parts = min(k, self.cuts.ranks)
         ends = [k * n // parts for n in range(parts + 1)]
         for start, stop in pairwise(ends):
-            yield from (slice(n, min(n + run, stop)) for n in range(start, stop, run))
+            yield from (
+                slice(n, min(n + run, stop)) for n in range(start, stop, run)
+            )
 
     def _scale(self, largest: Tensor, last: int, most: float) -> Tensor:
         if self.traits.power:
             exponent = torch.frexp(largest.float())[1] - 1 - last
-            return torch.ldexp(torch.ones(largest.shape), -exponent.clamp(min=-127))
+            return torch.ldexp(
+                torch.ones(largest.shape), -exponent.clamp(min=-127)
+            )
         return (most / largest.double().clamp(min=1e-12)).float()
 
 
@@ -156,7 +176,9 @@ class RoundedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rounding, form = rounding, rounding.traits.forward
         flat = rounding(x.flatten(0, -2), form)
@@ -170,12 +192,18 @@ class RoundedLinear(torch.autograd.Function):
         rounding: Rounding = ctx.rounding
         of_x, of_gradient = rounding.traits.forward, rounding.traits.gradient
         flat = rounding(gradient.flatten(0, -2), of_gradient)
-        into = _out(flat @ rounding(weight.T, of_x, weight=True).T, x).view_as(x)
+        into = _out(flat @ rounding(weight.T, of_x, weight=True).T, x).view_as(
+            x
+        )
         held = rounding.held(x.shape[1])
         each = [
-            (y[own], g[own]) for y, g in zip(x, gradient, strict=True) for own in held
+            (y[own], g[own])
+            for y, g in zip(x, gradient, strict=True)
+            for own in held
         ]
-        parts = [rounding(g.T, of_gradient) @ rounding(y.T, of_x).T for y, g in each]
+        parts = [
+            rounding(g.T, of_gradient) @ rounding(y.T, of_x).T for y, g in each
+        ]
         return into, _out(sum(parts[1:], parts[0]), weight), None
 
 
@@ -184,10 +212,14 @@ class RoundedExpert(torch.autograd.Function):
     weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rounding, form = rounding, rounding.traits.forward
-        return _out(rounding(x, form) @ rounding(weight, form, weight=True).T, x)
+        return _out(
+            rounding(x, form) @ rounding(weight, form, weight=True).T, x
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -203,7 +235,10 @@ def _out(y: Tensor, like: Tensor) -> Tensor:
 
 
 def install(
-    model: Model, word: str, cuts: Layout, generator: torch.Generator | None = None
+    model: Model,
+    word: str,
+    cuts: Layout,
+    generator: torch.Generator | None = None,
 ) -> None:
     """Make the linear layers of blocks, except adapters, multiply with rounded factors
     from now on."""
@@ -211,16 +246,22 @@ def install(
         return
     rounding = Rounding(MATMULS[word], cuts, generator)
     for name, block in model.pieces[1:-1]:
-        loras: list[Any] = [m.lora for m in block.modules() if getattr(m, "lora", None)]
+        loras: list[Any] = [
+            m.lora for m in block.modules() if getattr(m, "lora", None)
+        ]
         thin = {child for lora in loras for child in lora.modules()}
         for module in block.modules():
             if isinstance(module, ExpertMlps) and rounding.traits.experts:
                 module.product = partial(_of_expert, rounding)
             if isinstance(module, nn.Linear) and module not in thin:
                 own: Any = module
-                adapted: Callable[..., Tensor] | None = getattr(module, "lora", None)
+                adapted: Callable[..., Tensor] | None = getattr(
+                    module, "lora", None
+                )
                 own.forward = _forward(own, rounding, adapted)
-        for path, module in _owners(block) if cuts.tp > 1 and not generator else ():
+        for path, module in (
+            _owners(block) if cuts.tp > 1 and not generator else ()
+        ):
             if not (isinstance(module, ExpertMlps) and "tp" in cuts.experts):
                 _OverRanks(model, cuts, f"{name}.{path}", module)
 
@@ -242,29 +283,44 @@ class _OverRanks:
     What is gathered before the module and summed after it is whole on one process.
     """
 
-    def __init__(self, model: Model, cuts: Layout, prefix: str, module: Any) -> None:
+    def __init__(
+        self, model: Model, cuts: Layout, prefix: str, module: Any
+    ) -> None:
         self.module, self.plain, self.running = module, module.forward, False
         self.rank, self.given = 0, dict[nn.Module, Sequence[Tensor]]()
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        named = {
+            **dict(module.named_parameters()),
+            **dict(module.named_buffers()),
+        }
         # By rank, the box of its part of each weight and buffer; None for a bias that
         # rank 0 adds.
         self.boxes: list[dict[str, tuple[slice, ...] | None]] = []
         for rank in range(cuts.tp):
             boxes: dict[str, tuple[slice, ...] | None] = {}
             for name, x in named.items():
-                cut = cut_of(model, cuts, f"{prefix}.{name}", x.shape, {"tp": rank})
-                boxes[name] = tuple(slice(side.start, side.stop) for side in cut)
+                cut = cut_of(
+                    model, cuts, f"{prefix}.{name}", x.shape, {"tp": rank}
+                )
+                boxes[name] = tuple(
+                    slice(side.start, side.stop) for side in cut
+                )
                 if rank and _added_once(model, cuts, prefix, name):
                     boxes[name] = None
             # If there are fewer units than ranks, the last ranks have only padding.
             if all(
-                side.start < side.stop for box in boxes.values() for side in box or ()
+                side.start < side.stop
+                for box in boxes.values()
+                for side in box or ()
             ):
                 self.boxes.append(boxes)
         module.forward = self
         wide = getattr(module, "q_wide_norm", None) is not None
-        self.wide = [("wq", "q_wide_norm"), ("wk", "k_wide_norm")] if wide else []
-        for child in (getattr(module, name) for pair in self.wide for name in pair):
+        self.wide = (
+            [("wq", "q_wide_norm"), ("wk", "k_wide_norm")] if wide else []
+        )
+        for child in (
+            getattr(module, name) for pair in self.wide for name in pair
+        ):
             child.forward = partial(self._recall, child, child.forward)
 
     def __call__(self, *args: Any) -> Tensor:
@@ -303,26 +359,33 @@ class _OverRanks:
         for names in self.wide:
             linear, norm = (getattr(self.module, name) for name in names)
             outputs = [
-                functional_call(linear, _inside(part, names[0]), (x,)) for part in parts
+                functional_call(linear, _inside(part, names[0]), (x,))
+                for part in parts
             ]
             weight = torch.cat([part[f"{names[1]}.weight"] for part in parts])
             normed = functional_call(
                 norm, {"weight": weight}, (torch.cat(outputs, -1),)
             )
             given[linear] = outputs
-            given[norm] = torch.split(normed, [y.shape[-1] for y in outputs], -1)
+            given[norm] = torch.split(
+                normed, [y.shape[-1] for y in outputs], -1
+            )
         return given
 
     def _recall(
         self, child: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        return self.given[child][self.rank] if child in self.given else plain(x)
+        return (
+            self.given[child][self.rank] if child in self.given else plain(x)
+        )
 
 
 def _inside(tensors: Mapping[str, Tensor], child: str) -> dict[str, Tensor]:
     prefix = child + "."
     return {
-        n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)
+        n.removeprefix(prefix): x
+        for n, x in tensors.items()
+        if n.startswith(prefix)
     }
 
 
@@ -333,7 +396,9 @@ def _added_once(model: Model, cuts: Layout, prefix: str, name: str) -> bool:
     owner, _, kind = name.rpartition(".")
     if kind != "bias":
         return False
-    return "tp" in cuts.axes_of(model.rules.dims(f"{prefix}.{owner}.weight"))[-1]
+    return (
+        "tp" in cuts.axes_of(model.rules.dims(f"{prefix}.{owner}.weight"))[-1]
+    )
 
 
 def _of_expert(
@@ -344,7 +409,9 @@ def _of_expert(
 
 
 def _forward(
-    linear: nn.Linear, rounding: Rounding, adapted: Callable[..., Tensor] | None
+    linear: nn.Linear,
+    rounding: Rounding,
+    adapted: Callable[..., Tensor] | None,
 ) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         y: Tensor = RoundedLinear.apply(x, linear.weight, rounding)  # type: ignore[no-untyped-call]

@@ -69,18 +69,29 @@ def needed(
         # number of ranks that hold each value, if nothing is sharded
         wholes = layout.copies
         shards = layout.shards if layout.zero else 1
-        at_home = (4 if layout.zero else 3) * master * parameters * wholes / shards
+        at_home = (
+            (4 if layout.zero else 3) * master * parameters * wholes / shards
+        )
         gathered = (compute + master) * parameters * wholes
         written = kept * wholes / shards * (2 if processes else 1)
         repeated = 1 if layout.seq else (1 + layout.tp) / 2
         each = layout.ranks * PROCESS if processes else 0.0
         # in two bytes beside each value, the rank that holds it
         joined = kept * (1 + 2 / master)
-        return at_home + gathered + written + joined + activations * repeated + each
+        return (
+            at_home
+            + gathered
+            + written
+            + joined
+            + activations * repeated
+            + each
+        )
 
     largest = max(layouts, key=together)
     # While the ranks run, only the record of the one process is left.
-    return Need(reference + PROCESS, kept + together(largest) + PROCESS, largest)
+    return Need(
+        reference + PROCESS, kept + together(largest) + PROCESS, largest
+    )
 
 
 def _activations(shape: Shape, itemsize: int) -> float:
@@ -89,12 +100,16 @@ def _activations(shape: Shape, itemsize: int) -> float:
     if shape.kind == "mlp":
         return float(3 * shape.batch * shape.hidden * shape.layers * itemsize)
     tokens = shape.batch * shape.sequence
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    wide, narrow = (
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+    )
     block = 8 * shape.hidden + 6 * wide + 6 * narrow + 5 * shape.ffn
     # inputs, outputs and intermediate values, for each of a token's experts
     if shape.experts:
         block += (
-            shape.top_k * (6 * shape.hidden + 5 * shape.expert_ffn) + 6 * shape.experts
+            shape.top_k * (6 * shape.hidden + 5 * shape.expert_ffn)
+            + 6 * shape.experts
         )
     logits = 4 * shape.vocab * max(4, itemsize)
     return float(tokens * (shape.layers * block * itemsize + logits))
@@ -109,5 +124,9 @@ def _plain_activations(shape: Shape) -> float:
     tokens = shape.batch * shape.sequence
     # of each block, and four more in the block being computed
     scores = (2 * shape.layers + 4) * shape.heads * shape.sequence
-    experts = shape.layers * shape.experts * (2 * shape.hidden + 5 * shape.expert_ffn)
+    experts = (
+        shape.layers
+        * shape.experts
+        * (2 * shape.hidden + 5 * shape.expert_ffn)
+    )
     return plain + 8.0 * tokens * (scores + experts)

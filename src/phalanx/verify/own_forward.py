@@ -27,7 +27,9 @@ class OwnForward:
         self.whole, self.model = whole, model
         self.bound: Weights | None = None
         numbers = range(len(model.pieces))
-        self.entries = {name for number in numbers for name in model.takes(number)}
+        self.entries = {
+            name for number in numbers for name in model.takes(number)
+        }
         self.pieces: Pieces | None = None
 
     @property
@@ -57,7 +59,9 @@ class OwnForward:
         passed = Passed(torch.zeros(()))
         with ExitStack() as hooks:
             for number, module in self.whole.parts.items():
-                hook = partial(self._gave, passed, self.model.pieces[number][0])
+                hook = partial(
+                    self._gave, passed, self.model.pieces[number][0]
+                )
                 hooks.callback(module.register_forward_hook(hook).remove)
             passed.loss = self.whole.loss(batch)
         return passed

@@ -67,7 +67,16 @@ Places = tuple[Placement, ...]  # one for each axis
 Run = tuple[int, int]  # start and end in bytes
 ZERO, REPLICATED, SHARDED, VARYING, MIXED = Placement
 COPIES = "tp, among ranks that share a head of k and v"
-AXES = ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "ep", "tp", COPIES)
+AXES = (
+    "dp.replicate",
+    "dp.shard",
+    "pp",
+    "cp.ring",
+    "cp.ulysses",
+    "ep",
+    "tp",
+    COPIES,
+)
 NOWHERE: Places = (REPLICATED,) * len(AXES)
 
 _ADDS = {"add", "sub", "add_", "sub_"}
@@ -97,14 +106,20 @@ def placement_faults(
         at = {**dict.fromkeys(AXES, 0), **small.mesh.coordinates(rank)}
         parts = tuple(f"{axis}." for axis in small.shard_axes)
         apart = (
-            axis for axis in AXES if axis != "pp" and not f"{axis}.".startswith(parts)
+            axis
+            for axis in AXES
+            if axis != "pp" and not f"{axis}.".startswith(parts)
         )
         if any(at[axis] for axis in apart):
             # equivalent to an examined rank, or with parts of the same weights
             continue
         few = cut_blocks(_few(make(), small), small)
-        stages = _stages([name for name, _ in few.pieces], small.pp * small.chunks)
-        program = build(small, StagedPieces(model_rows(few, small), stages), options)
+        stages = _stages(
+            [name for name, _ in few.pieces], small.pp * small.chunks
+        )
+        program = build(
+            small, StagedPieces(model_rows(few, small), stages), options
+        )
         check(program)
         found |= dict.fromkeys(_Walk(few, small, program, rank).faults())
     return tuple(found)
@@ -116,13 +131,18 @@ def _shortened(layout: Layout) -> Layout:
     def short(axis: Axis) -> Axis:
         if axis.name == "tp":
             return axis  # which KV heads are shared depends on its length
-        least = (next((f for f in range(2, n) if n % f == 0), n) for n in axis.parts)
+        least = (
+            next((f for f in range(2, n) if n % f == 0), n) for n in axis.parts
+        )
         return replace(axis, parts=tuple(least))
 
     mesh = Mesh(tuple(map(short, layout.mesh.axes)))
     few = min(layout.microbatches, 2 * mesh.of("pp"))
     plain: dict[str, Any] = {"offload": (), "compile": "", "precision": FP32}
-    if layout.recompute in ("fit", "selective"):  # these modes send nothing again
+    if layout.recompute in (
+        "fit",
+        "selective",
+    ):  # these modes send nothing again
         plain["recompute"] = "none"
     return replace(layout, mesh=mesh, microbatches=few, **plain)
 
@@ -136,15 +156,21 @@ def _few(model: Model, layout: Layout) -> Model:
         if len(chosen) < min(most, layout.pp * layout.chunks):
             chosen.add(piece)
     return replace(
-        model, pieces=copy.deepcopy(tuple(model.pieces[n] for n in sorted(chosen)))
+        model,
+        pieces=copy.deepcopy(tuple(model.pieces[n] for n in sorted(chosen))),
     )
 
 
 def _stages(names: Sequence[str], stages: int) -> tuple[range, ...]:
     """Divide pieces among stages; pieces of one block, which share its name, stay
     together."""
-    starts = [n for n, name in enumerate(names) if not n or name != names[n - 1]]
-    ends = [*(starts[len(starts) * i // stages] for i in range(stages)), len(names)]
+    starts = [
+        n for n, name in enumerate(names) if not n or name != names[n - 1]
+    ]
+    ends = [
+        *(starts[len(starts) * i // stages] for i in range(stages)),
+        len(names),
+    ]
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
@@ -174,7 +200,9 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
             if a < stop and start < b
         ]
 
-    def set(self, x: Tensor, places: Places, within: Run | None = None) -> None:
+    def set(
+        self, x: Tensor, places: Places, within: Run | None = None
+    ) -> None:
         start, stop = _span(x)
         if within:
             start, stop = start + within[0], start + within[1]
@@ -201,19 +229,27 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
             for a in schema
             if a.name in kwargs and a.alias_info and a.alias_info.is_write
         ]
-        read = [x for key, x in kwargs.items() if not any(x is out for out in outs)]
+        read = [
+            x for key, x in kwargs.items() if not any(x is out for out in outs)
+        ]
         mine = args[1:] if name in _OVERWRITES else args
-        inputs = [x for x in tree_leaves([mine, read]) if isinstance(x, Tensor)]
+        inputs = [
+            x for x in tree_leaves([mine, read]) if isinstance(x, Tensor)
+        ]
         after = self._by_run(name, inputs, _joins_tokens(name, args))
         before = {
-            storage_of(x) for x in tree_leaves([args, kwargs]) if isinstance(x, Tensor)
+            storage_of(x)
+            for x in tree_leaves([args, kwargs])
+            if isinstance(x, Tensor)
         }
         result = func(*args, **kwargs)
         for x in tree_leaves([written, outs, result]):
             fresh = isinstance(x, Tensor) and storage_of(x) not in before
             if fresh:
                 self.runs.pop(storage_of(x), None)
-            if fresh or any(x is each for each in tree_leaves([written, outs])):
+            if fresh or any(
+                x is each for each in tree_leaves([written, outs])
+            ):
                 for run, places in after:
                     self.set(x, places, run)
         return result
@@ -223,23 +259,38 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
     ) -> list[tuple[Run | None, Places]]:
         """Return the placement of an operation's output. In flat buffers every run is a
         separate weight."""
-        alike = len({(x.shape, x.dtype) for x in inputs}) == 1 and inputs[0].dim() == 1
+        alike = (
+            len({(x.shape, x.dtype) for x in inputs}) == 1
+            and inputs[0].dim() == 1
+        )
         if not (
             alike
             and name in _ADDS | _OVERWRITES | _ALONE
             and all(x.is_contiguous() for x in inputs)
         ):
             return [
-                (None, _after(name, [(x.dim(), self.of(x)) for x in inputs], joins))
+                (
+                    None,
+                    _after(
+                        name, [(x.dim(), self.of(x)) for x in inputs], joins
+                    ),
+                )
             ]
         runs = [self.within(x) for x in inputs]
         ends = sorted(
-            {end for each in runs for start, stop, _ in each for end in (start, stop)}
+            {
+                end
+                for each in runs
+                for start, stop, _ in each
+                for end in (start, stop)
+            }
         )
         found: list[tuple[Run | None, Places]] = []
         for a, b in pairwise(ends):
             here = [
-                _joined([p for start, stop, p in each if start <= a and b <= stop])
+                _joined(
+                    [p for start, stop, p in each if start <= a and b <= stop]
+                )
                 for each in runs
             ]
             found.append(
@@ -252,14 +303,21 @@ def _span(x: Tensor) -> tuple[int, int]:
     """Return the first and last byte that a value spans in its storage."""
     size, start = x.element_size(), int(x.storage_offset())
     last = sum(
-        (int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True)
+        (int(n) - 1) * int(step)
+        for n, step in zip(x.shape, x.stride(), strict=True)
     )
     return start * size, (start + last + 1 if x.numel() else start) * size
 
 
 def _joined(many: Sequence[Places]) -> Places:
     """Combine the placements of adjacent values."""
-    return tuple(map(max, *many)) if len(many) > 1 else many[0] if many else NOWHERE
+    return (
+        tuple(map(max, *many))
+        if len(many) > 1
+        else many[0]
+        if many
+        else NOWHERE
+    )
 
 
 def _joins_tokens(name: str, args: Sequence[Any]) -> bool:
@@ -273,10 +331,14 @@ def _joins_tokens(name: str, args: Sequence[Any]) -> bool:
     if name not in ("sum", "mean"):
         return False
     dims, many = args[1] if len(args) > 1 else None, args[0].dim()
-    return not dims or any(dim % many < (2 if many == 4 else many - 1) for dim in dims)
+    return not dims or any(
+        dim % many < (2 if many == 4 else many - 1) for dim in dims
+    )
 
 
-def _after(name: str, known: Sequence[tuple[int, Places]], joins: bool) -> Places:
+def _after(
+    name: str, known: Sequence[tuple[int, Places]], joins: bool
+) -> Places:
     """Return the placement of an operation's output from those of its inputs.
 
     `known` has each input's number of dimensions. `joins`: see `_joins_tokens`.
@@ -288,11 +350,14 @@ def _after(name: str, known: Sequence[tuple[int, Places]], joins: bool) -> Place
     dims, inputs = zip(*known, strict=True)
     along = zip(*inputs, strict=True)  # one axis after the other
     return tuple(
-        _along(name, list(zip(dims, places, strict=True)), joins) for places in along
+        _along(name, list(zip(dims, places, strict=True)), joins)
+        for places in along
     )
 
 
-def _along(name: str, known: Sequence[tuple[int, Placement]], joins: bool) -> Placement:
+def _along(
+    name: str, known: Sequence[tuple[int, Placement]], joins: bool
+) -> Placement:
     """Return the placement of an operation's output along one axis."""
     places = [place for _, place in known]
     most = max(places)
@@ -337,20 +402,31 @@ class _PlacedGroup(Tally):
             case "all_reduce":
                 for start, stop, places in known.within(x):
                     known.set(
-                        x, self.summed(places, call.op, REPLICATED), (start, stop)
+                        x,
+                        self.summed(places, call.op, REPLICATED),
+                        (start, stop),
                     )
             case "reduce_scatter":
                 length = x.nbytes // self.size
                 first = length * self.rank
                 for start, stop, places in known.within(x):
-                    a, b = max(start, first) - first, min(stop, first + length) - first
+                    a, b = (
+                        max(start, first) - first,
+                        min(stop, first + length) - first,
+                    )
                     if a < b:
-                        known.set(out, self.summed(places, call.op, SHARDED), (a, b))
+                        known.set(
+                            out, self.summed(places, call.op, SHARDED), (a, b)
+                        )
             case "all_gather":
                 units = walk.local.every_unit
-                unit = next((u for u in units if u.storage() == storage_of(out)), None)
+                unit = next(
+                    (u for u in units if u.storage() == storage_of(out)), None
+                )
                 if unit is None:
-                    known.set(out, _along_axes(known.of(x), self.axes, REPLICATED))
+                    known.set(
+                        out, _along_axes(known.of(x), self.axes, REPLICATED)
+                    )
                 else:
                     walk.place_weights(unit)
             case "all_to_all":
@@ -360,7 +436,9 @@ class _PlacedGroup(Tally):
             case "receive" if self.name in ("activations", "gradients"):
                 known.set(x, walk.edge)
             case "receive":
-                known.set(x, _along_axes(walk.sent[self.name], self.axes, VARYING))
+                known.set(
+                    x, _along_axes(walk.sent[self.name], self.axes, VARYING)
+                )
 
     # Two facts that no call shows: a rank's slice or share of a common value is its
     # own, and the gradient of a common sum is complete only if all ranks used the sum
@@ -400,7 +478,9 @@ class _PlacedGroup(Tally):
 
     def summed(self, places: Places, op: str, to: Placement) -> Places:
         """Return the placement of a value after a sum over the group."""
-        for axis in self.axes if op in ("sum", "average") and self.walk.strict else ():
+        for axis in (
+            self.axes if op in ("sum", "average") and self.walk.strict else ()
+        ):
             if places[axis] in (REPLICATED, SHARDED):
                 what = "the same" if places[axis] == REPLICATED else "finished"
                 self.walk.fault(
@@ -414,7 +494,9 @@ class _PlacedGroup(Tally):
 
 
 def _along_axes(places: Places, axes: Sequence[int], to: Placement) -> Places:
-    return tuple(to if i in axes and p != ZERO else p for i, p in enumerate(places))
+    return tuple(
+        to if i in axes and p != ZERO else p for i, p in enumerate(places)
+    )
 
 
 class _PlacedWorld(TallyWorld):
@@ -423,7 +505,10 @@ class _PlacedWorld(TallyWorld):
         self.walk = walk
 
     def _split(
-        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+        self,
+        name: str,
+        groups: list[tuple[int, ...]],
+        flows: Sequence[tuple[int, int]],
     ) -> Group:
         ranks = self.own(groups)
         group = _PlacedGroup(name, ranks.index(self.rank), ranks, self.device)
@@ -461,7 +546,9 @@ class _Placing(Executor):
         return self.walk.whole(self, "the count of tokens", "count", work)
 
     def _agree(self, op: Op) -> Any:
-        self.walk.strict = False  # which rank counts which weight is checked separately
+        self.walk.strict = (
+            False  # which rank counts which weight is checked separately
+        )
         self._agree_elsewhere(op)
         work = super()._agree(op)
         self.walk.strict = True
@@ -472,7 +559,9 @@ class _Placing(Executor):
         already counts."""
         units = self.local.units.values()
         replicas = [
-            unit.groups.replica for unit in units if unit.groups.replica.size > 1
+            unit.groups.replica
+            for unit in units
+            if unit.groups.replica.size > 1
         ]
         with _as_rank(1, replicas):
             super()._agree(op)
@@ -509,11 +598,19 @@ class _Placing(Executor):
 
     def _exchange(self, op: Op) -> Work:
         exchange, group = self.local.exchange, self.local.exchange.tokens
-        key = op.piece if op.piece in exchange.experts else op.piece - 1, op.index
+        key = (
+            op.piece if op.piece in exchange.experts else op.piece - 1,
+            op.index,
+        )
         # routes are unknown: assume equal numbers of tokens for each rank
         if exchange.pending_counts.pop(key, None):
-            tokens, size = len(self.inputs[op.piece, op.index][SENT]), group.size
-            even = [tokens // size + (rank < tokens % size) for rank in range(size)]
+            tokens, size = (
+                len(self.inputs[op.piece, op.index][SENT]),
+                group.size,
+            )
+            even = [
+                tokens // size + (rank < tokens % size) for rank in range(size)
+            ]
             exchange.routes[key] = Routes(even, [even[group.rank]] * size)
         forward = op.kind == ops.EXCHANGE
         bundle = self.inputs[op.piece, op.index] if forward else {}
@@ -547,7 +644,8 @@ class _Placing(Executor):
 
     def _numbers(self) -> dict[str, Tensor]:
         return {
-            name: torch.zeros(1, device="cpu") for name in ("loss", "count", "norm")
+            name: torch.zeros(1, device="cpu")
+            for name in ("loss", "count", "norm")
         }
 
 
@@ -557,7 +655,12 @@ class _Walk:
     def __init__(
         self, model: Model, layout: Layout, program: Program, rank: int
     ) -> None:
-        self.model, self.layout, self.program, self.rank = model, layout, program, rank
+        self.model, self.layout, self.program, self.rank = (
+            model,
+            layout,
+            program,
+            rank,
+        )
         self.known, self.found = _Known(), dict[str, None]()
         self.strict, self.op, self.sent = True, "", dict[str, Places]()
         heads = model.counts.get("kv", 0)
@@ -570,7 +673,9 @@ class _Walk:
         self.batch = self.varying(*data)
         # Between pieces; with `seq`, tp ranks have parts of the sequence.
         cut = [
-            AXES.index(axis) for axis in ("tp", COPIES) if layout.seq and size[axis] > 1
+            AXES.index(axis)
+            for axis in ("tp", COPIES)
+            if layout.seq and size[axis] > 1
         ]
         self.edge = _along_axes(self.batch, cut, SHARDED)
 
@@ -603,24 +708,34 @@ class _Walk:
             if unit.buffer is not None:
                 self.place_weights(unit)
         self._counts_once()
-        executor = _Placing(self.local, self.program, self.rank, None, clip=1.0)
+        executor = _Placing(
+            self.local, self.program, self.rank, None, clip=1.0
+        )
         executor.walk = self
         executor.step(self._batches(), 1e-3)
 
     def whole_choices(self, router: Router, choices: Choices) -> None:
         """Check that a router's losses use counts of whole sequences, or of the whole
         batch."""
-        parts = ("cp.ring", "cp.ulysses", *(("tp", COPIES) if self.layout.seq else ()))
+        parts = (
+            "cp.ring",
+            "cp.ulysses",
+            *(("tp", COPIES) if self.layout.seq else ()),
+        )
         data = (*parts, "dp.replicate", "dp.shard", "ep")
         if router.sequence_loss:
             self._whole_counts(choices.of_sequences, parts, "a sequence")
         if router.batch_loss:
             self._whole_counts(choices.of_batch, data, "the batch")
 
-    def _whole_counts(self, total: Tensor, axes: Sequence[str], what: str) -> None:
+    def _whole_counts(
+        self, total: Tensor, axes: Sequence[str], what: str
+    ) -> None:
         for axis, place in zip(AXES, self.known.of(total), strict=True):
             if axis in axes and self.sizes[axis] > 1 and place > REPLICATED:
-                self.fault(f"a router's counts of {what} were not summed over {axis}")
+                self.fault(
+                    f"a router's counts of {what} were not summed over {axis}"
+                )
 
     def _batches(self) -> list[dict[str, Tensor]]:
         shape, layout = self.model.shape, self.layout
@@ -664,7 +779,10 @@ class _Walk:
         assert unit.buffer is not None
         size = unit.buffer.element_size()
         for weight, offset in zip(unit.order, unit.offsets, strict=True):
-            run = offset * size, (offset + torch.Size(weight.local).numel()) * size
+            run = (
+                offset * size,
+                (offset + torch.Size(weight.local).numel()) * size,
+            )
             self.known.set(unit.buffer, self.places_of(weight), run)
 
     def _sums(self, unit: Unit) -> None:
@@ -693,7 +811,9 @@ class _Walk:
                 pp = AXES.index("pp")
                 for start, stop, places in self.known.within(unit.full):
                     self.known.set(
-                        unit.full, _along_axes(places, (pp,), VARYING), (start, stop)
+                        unit.full,
+                        _along_axes(places, (pp,), VARYING),
+                        (start, stop),
                     )
 
     def updates(self, unit: Unit) -> None:
@@ -745,8 +865,12 @@ class _Walk:
 
     # ---- values
 
-    def passes(self, way: str, p: int, to: int, bundle: Mapping[str, Tensor]) -> None:
-        what = "the output" if way == ops.FORWARD else "the gradient of the input"
+    def passes(
+        self, way: str, p: int, to: int, bundle: Mapping[str, Tensor]
+    ) -> None:
+        what = (
+            "the output" if way == ops.FORWARD else "the gradient of the input"
+        )
         name = self.model.pieces[p][0]
         for value, x in bundle.items():
             # these are summed where they merge
@@ -754,11 +878,21 @@ class _Walk:
             for axis, axis_name in enumerate(AXES):
                 # Backward passes of norms sum over elements, so parts are no longer
                 # recognised as such.
-                allowed = MIXED if apart or self.edge[axis] > REPLICATED else REPLICATED
-                if self.edge[axis] == SHARDED and way == ops.FORWARD and value == "x":
+                allowed = (
+                    MIXED
+                    if apart or self.edge[axis] > REPLICATED
+                    else REPLICATED
+                )
+                if (
+                    self.edge[axis] == SHARDED
+                    and way == ops.FORWARD
+                    and value == "x"
+                ):
                     allowed = SHARDED
                 if places[axis] > allowed:
-                    self.fault(f"{what} of {name} was not summed over {axis_name}")
+                    self.fault(
+                        f"{what} of {name} was not summed over {axis_name}"
+                    )
 
     def whole(
         self, executor: Executor, what: str, name: str, work: Work | None
@@ -779,7 +913,11 @@ class _Walk:
 
 
 def _axes_of(group: Group) -> tuple[int, ...]:
-    return group.axes if isinstance(group, _PlacedGroup) and group.size > 1 else ()
+    return (
+        group.axes
+        if isinstance(group, _PlacedGroup) and group.size > 1
+        else ()
+    )
 
 
 @contextmanager

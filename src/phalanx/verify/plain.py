@@ -27,7 +27,9 @@ from ..layout import Shape
 Weights = Mapping[str, Tensor]
 Bits = npt.NDArray[np.uint32]
 IGNORED = -100  # targets with this value are ignored
-LATENT_EPS = 1e-6  # DeepSeek's norms of latents use this eps, whatever the others use
+LATENT_EPS = (
+    1e-6  # DeepSeek's norms of latents use this eps, whatever the others use
+)
 
 
 # ---- linears and norms
@@ -111,7 +113,9 @@ def frequencies(shape: Shape, window: int, size: int) -> Tensor:
     plain = shape.rope_theta**-exponent
     if shape.rope_factor == 1:
         return plain
-    if shape.rope_scaling == "linear":  # position interpolation (Chen et al. 2023)
+    if (
+        shape.rope_scaling == "linear"
+    ):  # position interpolation (Chen et al. 2023)
         return plain / shape.rope_factor
     if shape.rope_scaling == "dynamic":
         return dynamic_theta(shape, size) ** -exponent
@@ -158,7 +162,9 @@ def dynamic_theta(shape: Shape, size: int) -> float:
     """NTK-aware scaling (Peng et al. 2023, section 3.4) for the longest training
     sequence."""
     longest = max(shape.sequence, shape.rope_original)
-    grown = shape.rope_factor * longest / shape.rope_original - (shape.rope_factor - 1)
+    grown = shape.rope_factor * longest / shape.rope_original - (
+        shape.rope_factor - 1
+    )
     power: float = grown ** (size / (size - 2))
     return shape.rope_theta * power
 
@@ -202,7 +208,10 @@ def attend(
     and k, v (B, T, G, D); each KV head serves H / G query heads (Ainslie et al. 2023).
     """
     shared = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(shared, dim=2), v.repeat_interleave(shared, dim=2)
+    k, v = (
+        k.repeat_interleave(shared, dim=2),
+        v.repeat_interleave(shared, dim=2),
+    )
     scores = torch.einsum("bihd,bjhd->bhij", q, k)  # query i, key j
     scores = scores / math.sqrt(shape.query_scalar or shape.head_dim)
     if shape.softcap:  # Gemma 2, section 2
@@ -263,17 +272,25 @@ def from_latents(
         q = linear(shape, w, "attn.wq_b", latent)
     else:
         q = linear(shape, w, "attn.wq", x)
-    q_plain, q_turned = torch.split(in_heads(q, shape.heads), [plain, turned], dim=-1)
+    q_plain, q_turned = torch.split(
+        in_heads(q, shape.heads), [plain, turned], dim=-1
+    )
     both = linear(shape, w, "attn.wkv_a", x)
     latent, k_turned = torch.split(both, [shape.kv_latent, turned], dim=-1)
     latent = rms_norm(latent, w["attn.kv_a_norm.weight"], LATENT_EPS)
     kv = in_heads(linear(shape, w, "attn.wkv_b", latent), shape.heads)
-    k_plain, v = torch.split(kv, [plain, shape.value_dim or shape.head_dim], dim=-1)
+    k_plain, v = torch.split(
+        kv, [plain, shape.value_dim or shape.head_dim], dim=-1
+    )
     q_turned = rotate(shape, q_turned, positions, window)
     # (B, T, 1, turned)
     k_turned = rotate(shape, k_turned.unsqueeze(2), positions, window)
     k_turned = k_turned.expand(-1, -1, shape.heads, -1)
-    return torch.cat((q_plain, q_turned), -1), torch.cat((k_plain, k_turned), -1), v
+    return (
+        torch.cat((q_plain, q_turned), -1),
+        torch.cat((k_plain, k_turned), -1),
+        v,
+    )
 
 
 def attention(
@@ -315,7 +332,9 @@ def mlp(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
     biased = shape.bias == "all"
     up = linear(shape, w, f"{name}.up", x, biased=biased)
     if shape.gated:
-        middle = gated(shape, linear(shape, w, f"{name}.gate", x, biased=biased), up)
+        middle = gated(
+            shape, linear(shape, w, f"{name}.gate", x, biased=biased), up
+        )
     else:
         middle = silu(up) if shape.activation == "silu" else gelu(up)
     return linear(shape, w, f"{name}.down", middle, biased=biased)
@@ -342,7 +361,9 @@ def route(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
     logits = x @ w["mlp.router.weight"].T
     if shape.bias == "all":
         logits = logits + w["mlp.router.logit_bias"]
-    scores = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
+    scores = (
+        logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
+    )
     ranked = ranking(shape, w, scores.detach())
     chosen = ranked.argsort(-1, descending=True)[..., : shape.top_k]
     # (B, T, E): one where chosen
@@ -353,7 +374,9 @@ def route(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
     counts = taken.sum((0, 1))
     excess = shape.experts * counts - counts.sum()
     loss = router_loss(shape, logits, scores, taken)
-    return gates * shape.routed_scale, RouterResult(chosen, ranked, loss, excess)
+    return gates * shape.routed_scale, RouterResult(
+        chosen, ranked, loss, excess
+    )
 
 
 def ranking(shape: Shape, w: Weights, scores: Tensor) -> Tensor:
@@ -367,7 +390,9 @@ def ranking(shape: Shape, w: Weights, scores: Tensor) -> Tensor:
         scores = scores + w["mlp.router.bias"].detach()
     if shape.expert_groups == 1:
         return scores
-    grouped = in_heads(scores, shape.expert_groups)  # (B, T, groups, experts of one)
+    grouped = in_heads(
+        scores, shape.expert_groups
+    )  # (B, T, groups, experts of one)
     best_two = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
     # rank of each group; the best has 0
     place = best_two.argsort(-1, descending=True).argsort(-1)
@@ -375,7 +400,9 @@ def ranking(shape: Shape, w: Weights, scores: Tensor) -> Tensor:
     return grouped.masked_fill(out.unsqueeze(-1), -math.inf).view_as(scores)
 
 
-def router_loss(shape: Shape, logits: Tensor, scores: Tensor, taken: Tensor) -> Tensor:
+def router_loss(
+    shape: Shape, logits: Tensor, scores: Tensor, taken: Tensor
+) -> Tensor:
     """E sum f p, with f the share of tokens that chose an expert and p its mean score
     (Fedus et al. 2021, equation 4), over each sequence or the batch; and the z-loss
     (Zoph et al. 2022, equation 5)."""
@@ -390,7 +417,9 @@ def router_loss(shape: Shape, logits: Tensor, scores: Tensor, taken: Tensor) -> 
     )
 
 
-def experts(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
+def experts(
+    shape: Shape, w: Weights, x: Tensor
+) -> tuple[Tensor, RouterResult]:
     """Every expert on every token, times its gate, mostly zero; plus a shared expert
     for all tokens (DeepSeekMoE 2024, section 3.2)."""
     gates, routing = route(shape, w, x)
@@ -423,10 +452,14 @@ def mixed_bits(x: Bits) -> Bits:
 
 def keyed_bits(key: Bits, number: npt.ArrayLike) -> Bits:
     """Derive a new key from a key and a number."""
-    return mixed_bits(key + np.uint32(0x9E3779B1) * np.asarray(number, np.uint32))
+    return mixed_bits(
+        key + np.uint32(0x9E3779B1) * np.asarray(number, np.uint32)
+    )
 
 
-def dropped(x: Tensor, batch: Weights, block: BlockOptions, place: int) -> Tensor:
+def dropped(
+    x: Tensor, batch: Weights, block: BlockOptions, place: int
+) -> Tensor:
     """x (B, T, features) with a share of its features zeroed, the others scaled up.
 
     Which ones is decided by a hash of the token's noise, the block, the place in the
@@ -435,7 +468,10 @@ def dropped(x: Tensor, batch: Weights, block: BlockOptions, place: int) -> Tenso
     if "noise" not in batch or not block.dropout:
         return x
     noise = batch["noise"].numpy().astype(np.uint64)  # (B, T)
-    low, high = noise.astype(np.uint32), (noise >> np.uint64(32)).astype(np.uint32)
+    low, high = (
+        noise.astype(np.uint32),
+        (noise >> np.uint64(32)).astype(np.uint32),
+    )
     key = mixed_bits(mixed_bits(low) ^ high)
     key = keyed_bits(keyed_bits(key, block.number), place)
     bits = keyed_bits(key[..., np.newaxis], np.arange(x.shape[-1]))
@@ -502,13 +538,18 @@ def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
     al. 2022, section 5), over all tokens with a target. Logits (B, T, V), targets (B,
     T)."""
     counted = targets != IGNORED
-    logits, targets = logits[counted], targets[counted]  # (tokens, V) and (tokens)
+    logits, targets = (
+        logits[counted],
+        targets[counted],
+    )  # (tokens, V) and (tokens)
     log_z = logits.logsumexp(-1)
     of_target = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (log_z - of_target + z_loss * log_z**2).sum()
 
 
-def head(shape: Shape, w: Weights, x: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+def head(
+    shape: Shape, w: Weights, x: Tensor, targets: Tensor, z_loss: float
+) -> Tensor:
     """The loss of the last norm's output, projected to the vocabulary."""
     x = norm(shape, w, "head.norm", x)
     words = w["embed.tokens.weight"] if shape.tied else w["head.output.weight"]
@@ -534,7 +575,9 @@ def decoder(
         name = f"layers.{number}"
         windows = shape.windows or (0,)
         block = BlockOptions(number, windows[number % len(windows)], dropout)
-        x, routing = transformer_block(shape, within(weights, name), x, batch, block)
+        x, routing = transformer_block(
+            shape, within(weights, name), x, batch, block
+        )
         outputs[name] = x
         if routing is not None:
             routings[name] = routing
@@ -546,7 +589,9 @@ def within(weights: Weights, name: str) -> Weights:
     """The weights whose names start with `name`, by the rest of their names."""
     prefix = name + "."
     return {
-        n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)
+        n.removeprefix(prefix): x
+        for n, x in weights.items()
+        if n.startswith(prefix)
     }
 
 

@@ -98,13 +98,20 @@ class Nudge:
     generator: torch.Generator = field(default_factory=torch.Generator)
 
     def __call__(self, x: Tensor) -> Tensor:
-        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            x.element_size()
+        ]
         up = (
-            torch.randint(0, 2, x.shape, generator=self.generator, dtype=integer) * 2
+            torch.randint(
+                0, 2, x.shape, generator=self.generator, dtype=integer
+            )
+            * 2
             - 1
         )
         moved = (x.detach().contiguous().view(integer) + up).view(x.dtype)
-        return torch.where((x == 0) | ~x.isfinite() | ~moved.isfinite(), x, moved)
+        return torch.where(
+            (x == 0) | ~x.isfinite() | ~moved.isfinite(), x, moved
+        )
 
     def apart(self) -> Nudge:
         """Return a nudge with independent random numbers."""
@@ -139,7 +146,9 @@ class Passed:
         """Return the training step that this was the forward of, with the mean loss of
         its tokens."""
         loss, outputs = float(self.loss), self.outputs
-        step = TracedStep(loss, norm, gradients, weights, outputs, scale, logged=loss)
+        step = TracedStep(
+            loss, norm, gradients, weights, outputs, scale, logged=loss
+        )
         return replace(step, routes=self.routes, gaps=self.gaps)
 
 
@@ -156,9 +165,13 @@ def project(output: Tensor) -> Tensor:
     """
     width = output.shape[-1]
     vector = torch.randn(
-        width, generator=torch.Generator().manual_seed(width), dtype=torch.float64
+        width,
+        generator=torch.Generator().manual_seed(width),
+        dtype=torch.float64,
     )
-    return (output.detach().double() @ vector.to(output.device)) / math.sqrt(width)
+    return (output.detach().double() @ vector.to(output.device)) / math.sqrt(
+        width
+    )
 
 
 def validation_of(batches: Batches, steps: int) -> list[Batch]:
@@ -172,7 +185,11 @@ def validation_of(batches: Batches, steps: int) -> list[Batch]:
     for index in range(VALIDATIONS):
         step = max(steps, VARIED) + index
         batch = {n: x for n, x in batches(step).items() if n != "noise"}
-        if index and "targets" in batch and not batch["targets"].is_floating_point():
+        if (
+            index
+            and "targets" in batch
+            and not batch["targets"].is_floating_point()
+        ):
             targets = batch["targets"].clone()
             targets[: targets.shape[0] // 2] = IGNORED
             batch["targets"] = targets
@@ -212,12 +229,17 @@ def reference(
     returning there, and each microbatch's weight gradient are moved by one unit in the
     last place: the resulting change is rounding.
     """
-    train = {name: weight.requires_grad for name, weight in model.weights.items()}
+    train = {
+        name: weight.requires_grad for name, weight in model.weights.items()
+    }
     # A weight that is never updated needs no more precision than the compute dtype.
     held = {
-        name: precision.master if train[name] else precision.compute for name in train
+        name: precision.master if train[name] else precision.compute
+        for name in train
     }
-    start = {name: draw(model, name, seed).to(held[name]) for name in model.weights}
+    start = {
+        name: draw(model, name, seed).to(held[name]) for name in model.weights
+    }
     masters, copies = (
         {
             n: nn.Parameter(x.to(dtype, copy=True), requires_grad=train[n])
@@ -244,10 +266,18 @@ def reference(
         if not same:
             _copy(copies, masters, nudge)
         scale, scaled = (
-            (float(scaler.get_scale()), scaler.scale) if scaler else (1.0, None)
+            (float(scaler.get_scale()), scaler.scale)
+            if scaler
+            else (1.0, None)
         )
         passed = _gradients(
-            forward, batches(step), masters, copies, cut, scaled, nudge_gradients
+            forward,
+            batches(step),
+            masters,
+            copies,
+            cut,
+            scaled,
+            nudge_gradients,
         )
         if scaler:
             scaler.unscale_(update)
@@ -260,7 +290,9 @@ def reference(
             for name, x in masters.items()
             if train[name]
         }
-        norm = float(nn.utils.clip_grad_norm_(trained.values(), clip(step) or math.inf))
+        norm = float(
+            nn.utils.clip_grad_norm_(trained.values(), clip(step) or math.inf)
+        )
         if scaler:
             scaler.step(update)
             scaler.update()
@@ -293,7 +325,8 @@ def passes(
     generator = torch.Generator().manual_seed(seed)
     moved = {
         name: draw(model, name, seed).double()
-        + 0.1 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        + 0.1
+        * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         for name, weight in model.weights.items()
     }
     weights = {
@@ -309,7 +342,9 @@ def passes(
             for name, x in weights.items()
             if x.requires_grad
         }
-        norm = math.sqrt(sum(float(x.square().sum()) for x in gradients.values()))
+        norm = math.sqrt(
+            sum(float(x.square().sum()) for x in gradients.values())
+        )
         found.append(Trace(moved, [passed.step(norm, gradients, moved)]))
     return found
 
@@ -323,25 +358,39 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
     one for each tile."""
     if model.own_start is not None:  # the class's own constructor
         return model.own_start(seed)[name].clone()
-    size, owner = model.weights[name].shape, getattr(model.draw, "__self__", None)
+    size, owner = (
+        model.weights[name].shape,
+        getattr(model.draw, "__self__", None),
+    )
     whole = torch.empty(size).view(size[:-1].numel(), -1)
     high, wide = whole.shape
     tiled = isinstance(owner, Decoder | DeepMlp) or model.draw is Model.draw
     if tiled := tiled and len(size) > 1 and ".lora." not in name:
         wide = min(256, wide)
         high = 65536 // wide
-    corners = product(range(0, len(whole), high), range(0, whole.shape[1], wide))
+    corners = product(
+        range(0, len(whole), high), range(0, whole.shape[1], wide)
+    )
     for number, (i, j) in enumerate(corners):
-        tile, more = whole[i : i + high, j : j + wide], f":{number}" if number else ""
+        tile, more = (
+            whole[i : i + high, j : j + wide],
+            f":{number}" if number else "",
+        )
         numbers = _drawn(
             model, name, f"{seed}:{name}{more}", tile.shape if tiled else size
         )
         tile.copy_(numbers.view(tile.shape))
     for _, piece in model.pieces if model.draw is Model.draw else ():
         for module in piece.modules():
-            row = module.padding_idx if isinstance(module, nn.Embedding) else None
+            row = (
+                module.padding_idx
+                if isinstance(module, nn.Embedding)
+                else None
+            )
             if row is not None and module.weight is model.weights[name]:
-                whole[row] = 0.0  # the default rule initializes it as torch does
+                whole[row] = (
+                    0.0  # the default rule initializes it as torch does
+                )
     return whole.view(size)
 
 
@@ -357,13 +406,19 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
             torch.empty(size), a=math.sqrt(5), generator=generator
         )
     if isinstance(owner, DeepMlp):
-        return torch.normal(0.0, math.sqrt(2 / owner.width), size, generator=generator)
+        return torch.normal(
+            0.0, math.sqrt(2 / owner.width), size, generator=generator
+        )
     if not isinstance(owner, Decoder):
-        model.draw(name, whole := torch.empty(size), generator)  # the model's own rule
+        model.draw(
+            name, whole := torch.empty(size), generator
+        )  # the model's own rule
         return whole
     if name.endswith("bias"):
         return torch.zeros(size)
-    if name.endswith("norm.weight"):  # if weights are stored minus one, 0 means 1
+    if name.endswith(
+        "norm.weight"
+    ):  # if weights are stored minus one, 0 means 1
         return torch.full(
             size, float(model.shape is None or model.shape.norm != "rms1")
         )
@@ -384,7 +439,9 @@ def _install(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
                     module._parameters[key] = weights[names[parameter]]
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    module._buffers[key] = torch.empty(
+                        buffer.shape, dtype=buffer.dtype
+                    )
             reset = getattr(module, "reset_buffers", None)
             if callable(reset):
                 reset()
@@ -400,16 +457,19 @@ class _PlainCrossEntropy(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         # logits: (batch, time, words), targets: (batch, time)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(
-            0, -2
-        )
+        wide = logits.to(
+            torch.promote_types(logits.dtype, torch.float32)
+        ).flatten(0, -2)
         flat = targets.flatten()
         losses = nn.functional.cross_entropy(
             wide, flat, ignore_index=IGNORED, reduction="sum"
         )
         if not self.z:
             return losses
-        return losses + self.z * wide.logsumexp(-1)[flat != IGNORED].square().sum()
+        return (
+            losses
+            + self.z * wide.logsumexp(-1)[flat != IGNORED].square().sum()
+        )
 
 
 def _install_losses(model: Model) -> None:
@@ -489,9 +549,13 @@ class Pieces:
         out: tuple[Tensor, Tensor],
     ) -> None:
         """Record a router's choices, their margins, and its losses."""
-        x, chosen = (_without_padding(each, args[1]) for each in (args[0], out[1]))
+        x, chosen = (
+            _without_padding(each, args[1]) for each in (args[0], out[1])
+        )
         if self.model.shape is not None:
-            passed.beside.append(_router_loss(self.model.shape, router, x, chosen))
+            passed.beside.append(
+                _router_loss(self.model.shape, router, x, chosen)
+            )
         ranked = router.ranked(router.scored(router.logits(x)))
         passed.routes[name], passed.gaps[name] = (
             chosen.sort(-1).values,
@@ -502,7 +566,9 @@ class Pieces:
 class PlainForward:
     """The forward of `plain.py`, for a built-in model of this shape."""
 
-    def __init__(self, shape: Shape, dropout: float = 0.0, z_loss: float = 0.0) -> None:
+    def __init__(
+        self, shape: Shape, dropout: float = 0.0, z_loss: float = 0.0
+    ) -> None:
         self.shape, self.dropout, self.z_loss = shape, dropout, z_loss
 
     def __call__(self, weights: Weights, batch: Batch) -> Passed:
@@ -512,7 +578,9 @@ class PlainForward:
             choices = {"dropout": self.dropout, "z_loss": self.z_loss}
             found = plain.decoder(self.shape, weights, batch, **choices)
         passed = Passed(found.loss)
-        passed.outputs = {name: project(x) for name, x in found.outputs.items()}
+        passed.outputs = {
+            name: project(x) for name, x in found.outputs.items()
+        }
         for name, routing in found.routings.items():
             passed.beside.append(routing.loss * _rows(batch))
             passed.routes[name] = routing.chosen.sort(-1).values
@@ -530,30 +598,42 @@ def _gap(ranked: Tensor, top_k: int) -> Tensor:
     return last - ranked[..., top_k] if top_k < ranked.shape[-1] else last
 
 
-def _router_loss(shape: Shape, router: Router, x: Tensor, chosen: Tensor) -> Tensor:
+def _router_loss(
+    shape: Shape, router: Router, x: Tensor, chosen: Tensor
+) -> Tensor:
     """Return the router's loss for x (B, T, hidden) and chosen experts (B, T, top_k): B
     times the mean over sequences."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) @ router.weight.to(wide).T
     logits = (
-        logits if router.logit_bias is None else logits + router.logit_bias.to(wide)
+        logits
+        if router.logit_bias is None
+        else logits + router.logit_bias.to(wide)
     )
     p = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
     p = p / p.sum(-1, keepdim=True)
-    f = nn.functional.one_hot(chosen, shape.experts).sum(-2).to(wide)  # (B, T, experts)
+    f = (
+        nn.functional.one_hot(chosen, shape.experts).sum(-2).to(wide)
+    )  # (B, T, experts)
     each = shape.experts * (f.mean(1) * p.mean(1)).sum(-1)
     batch = shape.experts * (f.mean((0, 1)) * p.mean((0, 1))).sum()
     z = logits.exp().sum(-1).log().square().mean(1)
     return (
-        shape.sequence_loss * each + shape.batch_loss * batch + shape.z_loss * z
+        shape.sequence_loss * each
+        + shape.batch_loss * batch
+        + shape.z_loss * z
     ).sum()
 
 
-def routers(pieces: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Router]]:
+def routers(
+    pieces: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, Router]]:
     """Yield the routers of these pieces, with the pieces' names."""
     for name, piece in pieces:
         yield from (
-            (name, each) for each in piece.modules() if isinstance(each, Router)
+            (name, each)
+            for each in piece.modules()
+            if isinstance(each, Router)
         )
 
 
@@ -579,7 +659,9 @@ def _gradients(
         loss = passed.loss.detach()
         total += float(nudge.apart()(loss) if nudge else loss)
         # In float16 the loss times the loss scale would overflow.
-        wide = passed.loss.to(torch.promote_types(passed.loss.dtype, torch.float32))
+        wide = passed.loss.to(
+            torch.promote_types(passed.loss.dtype, torch.float32)
+        )
         whole = wide / count + sum(passed.beside) / _rows(batch)
         share = scaled(whole) if scaled else whole
         share.backward()  # type: ignore[no-untyped-call]
@@ -594,31 +676,42 @@ def _gradients(
                 master = masters[name]
                 moved = nudge(copy.grad) if nudge else copy.grad
                 part = moved.to(master.dtype)
-                master.grad = part if master.grad is None else master.grad + part
+                master.grad = (
+                    part if master.grad is None else master.grad + part
+                )
                 copy.grad = None
     outputs, routes, gaps = (
         _joined([getattr(part, what) for part in parts])
         for what in ("outputs", "routes", "gaps")
     )
     return Passed(
-        torch.tensor(total / count, dtype=torch.float64), [], outputs, routes, gaps
+        torch.tensor(total / count, dtype=torch.float64),
+        [],
+        outputs,
+        routes,
+        gaps,
     )
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {
+        name: torch.cat([part[name] for part in parts]) for name in parts[0]
+    }
 
 
 @torch.no_grad()
 def _balance(
-    model: Model, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
+    model: Model,
+    masters: Mapping[str, nn.Parameter],
+    gradients: Mapping[str, Tensor],
 ) -> None:
     """Make experts with fewer tokens than the mean more likely to be chosen, and the
     others less."""
     for name, rate in model.rates.items():
         master = masters[name]
         few, many = (
-            each.to(master) for each in (gradients[name] < 0, gradients[name] > 0)
+            each.to(master)
+            for each in (gradients[name] < 0, gradients[name] > 0)
         )
         master.add_(few, alpha=rate).sub_(many, alpha=rate)
 
@@ -647,7 +740,9 @@ def _validation(
 ) -> float | None:
     """Return the mean loss over all valid tokens of all batches."""
     each = (forward(weights, batch).loss.detach() for batch in batches)
-    losses = sum(float(nudge.apart()(loss) if nudge else loss) for loss in each)
+    losses = sum(
+        float(nudge.apart()(loss) if nudge else loss) for loss in each
+    )
     tokens = sum(map(_valid, batches))
     return losses / tokens if tokens else None
 
@@ -677,7 +772,10 @@ def _optimizer(
             "params": [w for w in weights.values() if w.dim() > 1],
             "weight_decay": optimizer.decay,
         },
-        {"params": [w for w in weights.values() if w.dim() <= 1], "weight_decay": 0.0},
+        {
+            "params": [w for w in weights.values() if w.dim() <= 1],
+            "weight_decay": 0.0,
+        },
     ]
     if isinstance(optimizer, Sgd):
         return torch.optim.SGD(groups, lr=lr, momentum=optimizer.momentum)
@@ -720,7 +818,9 @@ class _MuonBesideAdamW:
             ):
                 rest.pop(name, None)
                 of = partial(_part, number=n, box=box)
-                self.parts.append((weight, of, nn.Parameter(of(weight.detach()))))
+                self.parts.append(
+                    (weight, of, nn.Parameter(of(weight.detach())))
+                )
         o = optimizer
         given: Any = {
             "weight_decay": o.decay,
@@ -737,7 +837,9 @@ class _MuonBesideAdamW:
         ]
 
     def step(self) -> None:
-        self.muon.param_groups[0]["lr"] = self.param_groups[-1]["lr"] * self.rate
+        self.muon.param_groups[0]["lr"] = (
+            self.param_groups[-1]["lr"] * self.rate
+        )
         for weight, of, part in self.parts:
             part.grad = None if weight.grad is None else of(weight.grad)
         with _Unrounded():

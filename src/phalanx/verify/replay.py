@@ -37,7 +37,13 @@ def can_be_replayed(layout: Layout, model: Model, setting: Setting) -> bool:
     sums = shape is None or shape.batch_loss == 0
     narrow = setting.precision.compute in (torch.bfloat16, torch.float16)
     cut = layout.tp > 1 or layout.cp > 1 or layout.ep > 1
-    return narrow and sums and not cut and not layout.matmul and not layout.compile
+    return (
+        narrow
+        and sums
+        and not cut
+        and not layout.matmul
+        and not layout.compile
+    )
 
 
 def rounding_of(layout: Layout) -> Layout:
@@ -47,7 +53,9 @@ def rounding_of(layout: Layout) -> Layout:
     return replace(count, microbatches=layout.microbatches)
 
 
-def replay(make: Callable[[], Model], setting: Setting, layout: Layout) -> Trace:
+def replay(
+    make: Callable[[], Model], setting: Setting, layout: Layout
+) -> Trace:
     """Run the first step on one process, with each rank's microbatches separately.
 
     Later steps would differ by more: the last bit of a weight may change its 16-bit
@@ -83,7 +91,10 @@ def parts_of(rows: int, layout: Layout) -> Iterator[Tensor]:
 
 
 def replay_differences(
-    got: Trace, known: Trace, rate: Callable[[int], float], compute: torch.dtype
+    got: Trace,
+    known: Trace,
+    rate: Callable[[int], float],
+    compute: torch.dtype,
 ) -> list[Difference]:
     """Return the differences from the replay in the first step and its update."""
     got = replace(got, steps=got.steps[: len(known.steps)], validation=None)

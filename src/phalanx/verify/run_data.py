@@ -58,7 +58,9 @@ def write_documents(
             mask = np.arange(count) % 5 > 1
             mask.astype("u1").tofile(path / f"{name}.{ANSWERS}")
         splits.append(_split(path, name, starts, answers=answers))
-    index = Index(FORMAT, VERSION, "random", Splits(*splits), "u2", words, None)
+    index = Index(
+        FORMAT, VERSION, "random", Splits(*splits), "u2", words, None
+    )
     (path / INDEX).write_text(json.dumps(asdict(index)))
 
 
@@ -70,7 +72,9 @@ def _starts(sizes: list[int], most: int) -> NDArray[np.int64]:
     return np.concatenate(([0], kept)).astype(np.int64)
 
 
-def _split(path: Path, name: str, starts: NDArray[np.int64], *, answers: bool) -> Split:
+def _split(
+    path: Path, name: str, starts: NDArray[np.int64], *, answers: bool
+) -> Split:
     sha256 = Folder(path, DataError).sha256
     count = int(starts[-1])
     return Split(
@@ -91,6 +95,10 @@ def _lengths(run: Run, sequence: int) -> tuple[list[float], bool]:
             stream = open_corpus(path).train
         except DataError:  # text that is not tokenized yet
             continue
-        ends = np.minimum(np.diff(stream.starts[: _DOCUMENTS + 1]), 2 * sequence)
-        return [float(n) / sequence for n in ends if n > 1], stream.answers is not None
+        ends = np.minimum(
+            np.diff(stream.starts[: _DOCUMENTS + 1]), 2 * sequence
+        )
+        return [
+            float(n) / sequence for n in ends if n > 1
+        ], stream.answers is not None
     return [*_LENGTHS] * (_DOCUMENTS // len(_LENGTHS)), False

@@ -122,21 +122,29 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
     o = run.optimizer
     covered = [
         f"{o.name} with every key, {o.schedule} over {STEPS} steps"
-        + f" with {small.optimizer.warmup_steps} of warmup" * bool(o.warmup_steps),
+        + f" with {small.optimizer.warmup_steps} of warmup"
+        * bool(o.warmup_steps),
         "clipping that is at work in some steps" if o.clip else "no clipping",
         f"the layout as {chosen}",
         f"{run.own} in its own sizes"
         if run.own
         else f"{few.layers} of {shape.layers} blocks, every kind of them",
-        "masks between documents" if run.document_masks else "text that flows on",
-        f"packing {run.packing}" if run.packing else "the packing of its kind of data",
+        "masks between documents"
+        if run.document_masks
+        else "text that flows on",
+        f"packing {run.packing}"
+        if run.packing
+        else "the packing of its kind of data",
         "an epoch's end",
-        *["a loss scale that overflows in some steps"] * (chosen.precision == FP16),
+        *["a loss scale that overflows in some steps"]
+        * (chosen.precision == FP16),
         f"a stop after step {STOPPED} and a resume as {str(resumed) or 'one rank'}",
         f"the journal's loss, norm, rate, tokens{', FLOPs' * (not run.own)} and validation",
     ]
     covered += [f"z-loss {run.z_loss:g}"] * bool(run.z_loss)
-    covered += ["LoRA"] * bool(run.lora.r) + [f"frozen {run.freeze}"] * bool(run.freeze)
+    covered += ["LoRA"] * bool(run.lora.r) + [f"frozen {run.freeze}"] * bool(
+        run.freeze
+    )
     left_out = [
         "its own text and its order: documents of random tokens have their lengths",
         "weights that are loaded",
@@ -165,7 +173,9 @@ def _computing(layout: Layout, precision: str, matmul: str) -> Layout:
     return replace(layout, precision=precision, matmul=matmul)
 
 
-def verify_run(trial: RunTrial, worlds: Worlds | None = None) -> Iterator[Verdict]:
+def verify_run(
+    trial: RunTrial, worlds: Worlds | None = None
+) -> Iterator[Verdict]:
     """Yield the verdict in float64, then in the run's own precision. `worlds` opens the
     worlds of ranks."""
     worlds = worlds or worlds_over(THREADS)
@@ -207,9 +217,13 @@ def _clipping_at_work(run: Run) -> Run:
     if not run.optimizer.clip:
         return run
     free = replace(run, optimizer=replace(run.optimizer, clip=0.0))
-    truth = truth_of(maker_of(free), _setting(free, FP64), forward=_alone(free))
+    truth = truth_of(
+        maker_of(free), _setting(free, FP64), forward=_alone(free)
+    )
     norms = [step.norm for step in truth.trace.steps]
-    return replace(run, optimizer=replace(run.optimizer, clip=statistics.median(norms)))
+    return replace(
+        run, optimizer=replace(run.optimizer, clip=statistics.median(norms))
+    )
 
 
 def real_seconds(run: Run, shape: Shape) -> float:
@@ -285,7 +299,9 @@ def _on_rank(
 ) -> Seen:
     """Run and record one rank."""
     notes = _Notes(layout, scaling)
-    outcome = train(world, run, str(layout), quiet=True, held=True, observe=notes.begin)
+    outcome = train(
+        world, run, str(layout), quiet=True, held=True, observe=notes.begin
+    )
     notes.observed.seen.validation = outcome.validation
     world.clear()
     return notes.observed.seen
@@ -308,7 +324,9 @@ class _Notes:
             first, scale.patience = self.scaling
             # Later it is the checkpoint's.
             scale.scale = scale.scale if start else first
-        self.observed = Observed(self.layout, rank.part.model, rank.part.trainer)
+        self.observed = Observed(
+            self.layout, rank.part.model, rank.part.trainer
+        )
         self.observed.before_step(self.batches.batch(start))
         return self.after_step
 
@@ -318,7 +336,9 @@ class _Notes:
             return
         self.observed.before_step(self.batches.batch(step.done))
         if step.done + 1 == STOPPED and self.rank.world.rank == 0:
-            Path(self.rank.run.out, STOP).touch()  # takes effect in the next step
+            Path(
+                self.rank.run.out, STOP
+            ).touch()  # takes effect in the next step
 
 
 def _one_training(before: Trace, after: Trace) -> Trace:
@@ -349,7 +369,9 @@ def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
     shape = shape_of(run)
     traced = [*before.steps, *after.steps]
     steps = [
-        LoggedStep(step.logged, step.norm, plain_rate(run.optimizer, STEPS, number))
+        LoggedStep(
+            step.logged, step.norm, plain_rate(run.optimizer, STEPS, number)
+        )
         for number, step in enumerate(traced)
     ]
     sequence = run.tokens(shape)
@@ -379,5 +401,7 @@ def plain_rate(choice: OptimizerChoice, steps: int, step: int) -> float:
         return choice.lr
     share = (number - begin) / (steps - begin)
     if choice.schedule == "cosine":
-        return lowest + (choice.lr - lowest) * 0.5 * (1.0 + math.cos(math.pi * share))
+        return lowest + (choice.lr - lowest) * 0.5 * (
+            1.0 + math.cos(math.pi * share)
+        )
     return choice.lr + (lowest - choice.lr) * share

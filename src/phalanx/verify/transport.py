@@ -165,7 +165,8 @@ def _strided(group: Group, device: torch.device) -> Faults:
     n, me = group.size, group.rank
     size = 2 * n, 3 * n
     every = [
-        values(rank, math.prod(size), torch.float32).view(size).T for rank in range(n)
+        values(rank, math.prod(size), torch.float32).view(size).T
+        for rank in range(n)
     ]
     total, mine = torch.stack(every).sum(0), every[me].to(device)
     for dim in (0, 1):
@@ -184,7 +185,9 @@ def _strided(group: Group, device: torch.device) -> Faults:
         yield from _gradients(group, mine, every, dim)
 
 
-def _gradients(group: Group, mine: Tensor, every: list[Tensor], dim: int) -> Faults:
+def _gradients(
+    group: Group, mine: Tensor, every: list[Tensor], dim: int
+) -> Faults:
     """Test strided gradients through the regions whose backward communicates."""
     n, me = group.size, group.rank
     total = torch.stack(every).sum(0)

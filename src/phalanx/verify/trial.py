@@ -31,7 +31,14 @@ from ..train.optimizer import AdamW, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
 from .claims import LONG
-from .reference import Mismatch, Trace, TracedStep, project, routers, validation_of
+from .reference import (
+    Mismatch,
+    Trace,
+    TracedStep,
+    project,
+    routers,
+    validation_of,
+)
 from .wide import looked_at, unrounded
 
 Batch = Mapping[str, Tensor]
@@ -88,7 +95,9 @@ class Part(NamedTuple):
     def tensors(self) -> list[tuple[str, Tensor]]:
         if self.step < 0:
             return [("start", self.weight)]
-        gradient = [] if self.gradient is None else [("gradient", self.gradient)]
+        gradient = (
+            [] if self.gradient is None else [("gradient", self.gradient)]
+        )
         return [*gradient, ("weight", self.weight)]
 
 
@@ -104,7 +113,9 @@ class Seen:
     losses: list[float] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
-    logged: list[float] = field(default_factory=list)  # mean losses over all ranks
+    logged: list[float] = field(
+        default_factory=list
+    )  # mean losses over all ranks
     scales: list[float] = field(default_factory=list)
     outputs: list[dict[str, list[Output]]] = field(default_factory=list)
     routes: list[dict[str, list[Output]]] = field(default_factory=list)
@@ -131,11 +142,16 @@ class _Recorder:
         for number, unit in executor.local.units.items():
             if unit.piece == op.piece:
                 runs = [
-                    slice(e.offset, e.offset + e.stop - e.start) for e in unit.entries()
+                    slice(e.offset, e.offset + e.stop - e.start)
+                    for e in unit.entries()
                 ]
                 # A piece may have no weights. With offload:optimizer only the gradients
                 # are on the host.
-                flat = torch.cat([*unit.gradients(runs)]) if runs else unit.home[:0]
+                flat = (
+                    torch.cat([*unit.gradients(runs)])
+                    if runs
+                    else unit.home[:0]
+                )
                 self.seen[number] = flat.detach() / executor._loss_scale
         return self.plain(op)
 
@@ -144,7 +160,9 @@ class _Tracer:
     """Records the output of each piece in a step. Recomputation is not recorded
     again."""
 
-    def __init__(self, layout: Layout, local: LocalModel, model: Model) -> None:
+    def __init__(
+        self, layout: Layout, local: LocalModel, model: Model
+    ) -> None:
         self.outputs: dict[str, list[Output]] = {}
         self.routes: dict[str, list[Output]] = {}
         self.done: set[tuple[int, int]] = set()
@@ -162,7 +180,9 @@ class _Tracer:
                 )
                 self._wrap(number, piece, name, last=last)
 
-    def _wrap(self, number: int, piece: Piece, name: str, *, last: bool) -> None:
+    def _wrap(
+        self, number: int, piece: Piece, name: str, *, last: bool
+    ) -> None:
         """Record the outputs of a piece.
 
         `last`: it is the last of several pieces of a block, whose output is compared.
@@ -172,12 +192,16 @@ class _Tracer:
         # a RoutingPart returns its choices, even from a compiled graph
         if not isinstance(piece.module, RoutingPart):
             for _, router in routers([(name, piece.module)]):
-                router.register_forward_hook(lambda m, args, out: chosen.append(out[1]))
+                router.register_forward_hook(
+                    lambda m, args, out: chosen.append(out[1])
+                )
 
         def forward(
             microbatch: int, bundle: Bundle, batch: Batch, **how: Any
         ) -> Bundle:
-            self.breaches += islice(unrounded(piece.units), 1 - len(self.breaches))
+            self.breaches += islice(
+                unrounded(piece.units), 1 - len(self.breaches)
+            )
             out = plain(microbatch, bundle, batch, **how)
             y = out["x"]
             if "counts" in out:
@@ -187,11 +211,15 @@ class _Tracer:
                 each = sorted_by.view(out["gates"].shape)
                 # otherwise they are the tokens of all tp ranks
                 own = each.shape[1] == y.shape[1]
-                chosen.append(each if own else each.chunk(self.parts, 1)[self.tp])
+                chosen.append(
+                    each if own else each.chunk(self.parts, 1)[self.tp]
+                )
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
                 tokens = batch[TOKEN]
-                if tokens.dim() > 1:  # with seq, tp ranks have parts of the sequence
+                if (
+                    tokens.dim() > 1
+                ):  # with seq, tp ranks have parts of the sequence
                     tokens = tokens.chunk(self.parts, 1)[self.tp]
                 numbers = project(y)
                 valid = tokens > 0
@@ -215,7 +243,9 @@ class _Tracer:
         self.done.clear()
 
 
-def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> Program:
+def program_in(
+    layout: Layout, model: Callable[[], Model], setting: Setting
+) -> Program:
     """Return the program of a layout for this model; raise if `recompute:fit` cannot be
     met."""
     options = StepOptions(whole_matrices=setting.optimizer.whole_matrices)
@@ -260,7 +290,9 @@ class _PoisonedMemory(AbstractContextManager[None]):
         with self.lock:
             if not self.inside:
                 self.before = torch.are_deterministic_algorithms_enabled()
-                self.warned = torch.is_deterministic_algorithms_warn_only_enabled()
+                self.warned = (
+                    torch.is_deterministic_algorithms_warn_only_enabled()
+                )
                 torch.use_deterministic_algorithms(True, warn_only=True)
             self.inside += 1
 
@@ -268,7 +300,9 @@ class _PoisonedMemory(AbstractContextManager[None]):
         with self.lock:
             self.inside -= 1
             if not self.inside:
-                torch.use_deterministic_algorithms(self.before, warn_only=self.warned)
+                torch.use_deterministic_algorithms(
+                    self.before, warn_only=self.warned
+                )
 
 
 _poisoned_memory = _PoisonedMemory()
@@ -312,7 +346,11 @@ def _train_layout(
         scaling=LossScale(*setting.scaling) if half else None,
     )  # fmt: skip
     observed = Observed(layout, mine, executor)
-    watch = None if layout.compile else looked_at(mine, setting.precision, world.device)
+    watch = (
+        None
+        if layout.compile
+        else looked_at(mine, setting.precision, world.device)
+    )
     for step in range(setting.steps):
         batch = setting.batches(step)
         own = _own(batch, layout, local, world)
@@ -335,8 +373,14 @@ class Observed:
     After each operation the rank's state is checked against the program.
     """
 
-    def __init__(self, layout: Layout, model: Model, executor: Executor) -> None:
-        self.layout, self.executor, self.local = layout, executor, executor.local
+    def __init__(
+        self, layout: Layout, model: Model, executor: Executor
+    ) -> None:
+        self.layout, self.executor, self.local = (
+            layout,
+            executor,
+            executor.local,
+        )
         executor.checked = True
         self.recorder = _Recorder(executor)
         self.seen = Seen([*_parts(self.local, {}, -1)])
@@ -358,7 +402,9 @@ class Observed:
         seen.parts += _parts(self.local, self.recorder.seen, step)
         seen.timeline = result.timeline
 
-    def validate(self, validator: Validator, setting: Setting, world: World) -> None:
+    def validate(
+        self, validator: Validator, setting: Setting, world: World
+    ) -> None:
         """Record the mean loss of two batches that no step has used."""
         self.seen.validation = validator.mean_loss(
             _own(batch, self.layout, self.local, world)
@@ -378,7 +424,11 @@ def _own(
 
 def token_numbers(batch: Batch) -> Tensor:
     """Return the number of each token in the batch, or of each row without tokens."""
-    like = batch["tokens"] if "tokens" in batch else next(iter(batch.values()))[..., 0]
+    like = (
+        batch["tokens"]
+        if "tokens" in batch
+        else next(iter(batch.values()))[..., 0]
+    )
     return torch.arange(1, like.numel() + 1).view(like.shape)
 
 
@@ -386,7 +436,10 @@ def _parts(
     local: LocalModel, gradients: Mapping[int, Tensor], step: int
 ) -> Iterable[Part]:
     for unit in local.every_unit:
-        gradient, home = None if unit.frozen else gradients.get(unit.number), unit.home
+        gradient, home = (
+            None if unit.frozen else gradients.get(unit.number),
+            unit.home,
+        )
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
             part = None if gradient is None else gradient[run].cpu()
@@ -428,7 +481,9 @@ class _Whole:
                 (int(ranks[at]), rank),
                 (float(numbers[at]), float(local[at])),
             )
-            self.mismatch = Mismatch(self.what, self.name, element, ends, values)
+            self.mismatch = Mismatch(
+                self.what, self.name, element, ends, values
+            )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
@@ -458,11 +513,15 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
                 tensors[weight.name].add(rank, part.entry, numbers)
 
     def numbers_of(step: int, what: str) -> dict[str, Tensor]:
-        return {name: whole.numbers for name, whole in wholes[step, what].items()}
+        return {
+            name: whole.numbers for name, whole in wholes[step, what].items()
+        }
 
     def joined(step: int) -> TracedStep:
         first, norm = seen[0], seen[0].norms[step]
-        kinds = [(step, "gradient"), (step, "weight")] + [(-1, "start")] * (step == 0)
+        kinds = [(step, "gradient"), (step, "weight")] + [(-1, "start")] * (
+            step == 0
+        )
         mismatches = [
             whole.mismatch for kind in kinds for whole in wholes[kind].values()
         ]
@@ -476,11 +535,14 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
                 _unequal("validation loss", [rank.validation for rank in seen])
             )
         return TracedStep(
-            sum(rank.losses[step] for rank in seen) / max(1.0, first.counts[step]),
+            sum(rank.losses[step] for rank in seen)
+            / max(1.0, first.counts[step]),
             -1.0 if norm is None else norm,
             numbers_of(step, "gradient"),
             numbers_of(step, "weight"),
-            _outputs(seen, step, [rank.outputs[step] for rank in seen], math.nan),
+            _outputs(
+                seen, step, [rank.outputs[step] for rank in seen], math.nan
+            ),
             first.scales[step],
             tuple(mismatch for mismatch in mismatches if mismatch is not None),
             _outputs(seen, step, [rank.routes[step] for rank in seen], -1),
@@ -489,9 +551,13 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
 
     every = [*map(joined, range(steps))]
     breaches = [
-        f"rank {rank}: {x}" for rank, one in enumerate(seen) for x in one.breaches
+        f"rank {rank}: {x}"
+        for rank, one in enumerate(seen)
+        for x in one.breaches
     ]
-    return Trace(numbers_of(-1, "start"), every, seen[0].validation, tuple(breaches))
+    return Trace(
+        numbers_of(-1, "start"), every, seen[0].validation, tuple(breaches)
+    )
 
 
 def _unequal(what: str, values: Sequence[float | None]) -> Mismatch | None:

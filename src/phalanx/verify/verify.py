@@ -114,7 +114,9 @@ class Truth:
 def precision_named(dtype: str) -> Precision:
     """Return the precision that computes in a dtype with torch's name."""
     if dtype not in COMPARED:
-        raise LayoutError(f"unknown dtype {dtype!r}; choose {', '.join(COMPARED)}.")
+        raise LayoutError(
+            f"unknown dtype {dtype!r}; choose {', '.join(COMPARED)}."
+        )
     return precision_of(COMPARED[dtype])
 
 
@@ -146,7 +148,10 @@ def verify(
     """
     worlds = worlds or worlds_over(backend)
     plain = None if make else PlainForward(shape, dropout, z_loss)
-    make, layouts = make or partial(build_model, shape, dropout=dropout), tuple(layouts)
+    make, layouts = (
+        make or partial(build_model, shape, dropout=dropout),
+        tuple(layouts),
+    )
     own = own_forward(make)
     make = partial(with_z_loss, make, z_loss) if z_loss else make
     known, model = logged(log), make()
@@ -163,10 +168,14 @@ def verify(
     )  # fmt: skip
     # checked first: a fault here affects every layout
     if wrong := modules_differ(make, setting, plain):
-        yield from (Verdict(str(x), x.ranks, False, math.inf, wrong) for x in layouts)
+        yield from (
+            Verdict(str(x), x.ranks, False, math.inf, wrong) for x in layouts
+        )
         return
     setting = with_loss_scale(make, setting)
-    alone = plain or (None if z_loss else own)  # the forward of a class has no z-loss
+    alone = plain or (
+        None if z_loss else own
+    )  # the forward of a class has no z-loss
     known_truth = cache(partial(truth_of, make, setting, forward=alone))
     against = model_alone(model, own if alone is own else None, setting)
 
@@ -186,7 +195,9 @@ def verify(
     for size, group in sorted(by_size.items()):
         yield from (known[str(x)] for x in group if str(x) in known)
         new = [x for x in group if str(x) not in known]
-        for verdict in _world(size, new, worlds, make, terms, record) if new else ():
+        for verdict in (
+            _world(size, new, worlds, make, terms, record) if new else ()
+        ):
             verdict = replace(verdict, against=against)
             if log:
                 with log.open("a") as file:
@@ -212,7 +223,9 @@ def model_alone(model: Model, own: OwnForward | None, setting: Setting) -> str:
     if (
         own
         and exact
-        and all(own.takes(setting.batches(step)) for step in range(setting.steps))
+        and all(
+            own.takes(setting.batches(step)) for step in range(setting.steps)
+        )
     ):
         return own.name
     return "its pieces"
@@ -228,7 +241,9 @@ def worlds_over(backend: str) -> Worlds:
 
     def world(size: int) -> AbstractContextManager[Runner]:
         return (
-            late_worlds(size) if late and size > 1 else workers(size, backend=backend)
+            late_worlds(size)
+            if late and size > 1
+            else workers(size, backend=backend)
         )
 
     return world
@@ -237,7 +252,9 @@ def worlds_over(backend: str) -> Worlds:
 def setting_for(layout: Layout, setting: Setting) -> Setting:
     """Return the settings for a layout, which may have fp8 matmuls."""
     matmul = matmul_named(layout.matmul)
-    return replace(setting, precision=replace(setting.precision, matmul=matmul))
+    return replace(
+        setting, precision=replace(setting.precision, matmul=matmul)
+    )
 
 
 def with_loss_scale(make: Callable[[], Model], setting: Setting) -> Setting:
@@ -267,24 +284,37 @@ def with_overflow(make: Callable[[], Model], setting: Setting) -> Setting:
     """
     if setting.precision.compute != torch.float16:
         return setting
-    largest = with_loss_scale(make, replace(setting, scaling=(2.0**24, 1))).scaling[0]
+    largest = with_loss_scale(
+        make, replace(setting, scaling=(2.0**24, 1))
+    ).scaling[0]
     for part in _SCALES:
         for first in (largest * part, largest * part / 2.0):
             near = first / _MARGIN, first, first * _MARGIN
-            lower, skipped, upper = (_skipped(make, setting, scale) for scale in near)
-            if lower == skipped == upper and 0 < len(skipped) < setting.steps - 1:
+            lower, skipped, upper = (
+                _skipped(make, setting, scale) for scale in near
+            )
+            if (
+                lower == skipped == upper
+                and 0 < len(skipped) < setting.steps - 1
+            ):
                 return replace(setting, scaling=(first, 1))
     return setting
 
 
-def _skipped(make: Callable[[], Model], setting: Setting, scale: float) -> list[int]:
+def _skipped(
+    make: Callable[[], Model], setting: Setting, scale: float
+) -> list[int]:
     """The steps that overflow if the loss scale begins so and doubles after each other one."""
     scaler = torch.amp.GradScaler("cpu", scale, growth_interval=1)
     trace = _reference(make(), setting, scaler=scaler)
-    return [n for n, step in enumerate(trace.steps) if not math.isfinite(step.norm)]
+    return [
+        n for n, step in enumerate(trace.steps) if not math.isfinite(step.norm)
+    ]
 
 
-def _first_norm(make: Callable[[], Model], setting: Setting, scale: float) -> float:
+def _first_norm(
+    make: Callable[[], Model], setting: Setting, scale: float
+) -> float:
     scaler = torch.amp.GradScaler("cpu", scale)
     trace = _reference(make(), replace(setting, steps=1), scaler=scaler)
     return trace.steps[0].norm
@@ -310,7 +340,9 @@ def _world(
 ) -> Iterator[Verdict]:
     with worlds(size) as run:
         if wrong := wrong_transport(size, run):
-            yield from (Verdict(str(x), size, False, math.inf, wrong) for x in layouts)
+            yield from (
+                Verdict(str(x), size, False, math.inf, wrong) for x in layouts
+            )
             return
         for layout in layouts:
             setting, truth = terms(layout)
@@ -341,7 +373,9 @@ def _world(
                 yield failed(layout, error)
                 continue
             if record:
-                spans = tuple(span for rank in seen for span in rank.timeline.spans)
+                spans = tuple(
+                    span for rank in seen for span in rank.timeline.spans
+                )
                 record.write_text(str(Recorded(program, Timeline(spans))))
             yield judge(layout, join(seen, setting.steps), truth, setting)
 
@@ -366,22 +400,32 @@ def _line(error: Exception) -> str:
     """Format an error on one line with its type; for ranks, that of the first one that
     failed."""
     text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, RankFailed) else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if isinstance(error, RankFailed)
+        else f"{type(error).__name__}: {text}"
+    )
 
 
-def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict:
+def judge(
+    layout: Layout, got: Trace, truth: Truth, setting: Setting
+) -> Verdict:
     """Return the verdict on the trace of a layout."""
     differences = compare(got, truth.trace, setting.rate, truth.bounds)
     if truth.replay:
         compute = setting.precision.compute
-        differences += replay_differences(got, truth.replay, setting.rate, compute)
+        differences += replay_differences(
+            got, truth.replay, setting.rate, compute
+        )
     unequal = [str(d) for d in differences if not d.agrees]
     # Values with too few bits are the likely cause of differences, and may be the only
     # finding.
     first = "; ".join((*unequal[:1], *got.breaches[:1]))
     worst = max(d.error for d in differences)
     share = max(d.error / d.allowed for d in differences if d.allowed)
-    return Verdict(str(layout), layout.ranks, not first, worst, first, of_allowed=share)
+    return Verdict(
+        str(layout), layout.ranks, not first, worst, first, of_allowed=share
+    )
 
 
 def modules_differ(
@@ -398,7 +442,10 @@ def modules_differ(
     model = make()
     try:
         known, found = passes(
-            model, batch, setting.seed, lambda weights: (plain, Pieces(model, weights))
+            model,
+            batch,
+            setting.seed,
+            lambda weights: (plain, Pieces(model, weights)),
         )
     except RuntimeError as error:  # raised by torch for weights of other sizes
         return f"the model's weights do not fit its formulas (verify/plain.py): {error}"
@@ -431,7 +478,10 @@ def truth_of(
     shape = model.shape
     # which is not a sum over microbatches
     whole = shape is not None and shape.batch_loss > 0
-    exact, half = precision.compute == torch.float64, precision.compute == torch.float16
+    exact, half = (
+        precision.compute == torch.float64,
+        precision.compute == torch.float16,
+    )
     replayed = not matmul or can_replay(model, cuts)
     exact = exact and replayed
     own = cuts if matmul and replayed else Layout()
@@ -475,7 +525,9 @@ def truth_of(
             )
     if exact:
         return Truth(trace)
-    nudged = (train(Nudge(torch.Generator().manual_seed(n))) for n in range(NUDGED))
+    nudged = (
+        train(Nudge(torch.Generator().manual_seed(n))) for n in range(NUDGED)
+    )
     bounds = bounds_of(trace, nudged, setting.rate, precision.compute)
     return Truth(trace, bounds)
 

@@ -153,7 +153,9 @@ def _breach(func: Any, frame: FrameType | None) -> str:
         return ""
     code = frame.f_code
     file = code.co_filename.rpartition(_PACKAGE)[2]
-    if file.startswith("verify/") or (file.startswith("comm/") and name == "copy_"):
+    if file.startswith("verify/") or (
+        file.startswith("comm/") and name == "copy_"
+    ):
         return ""  # groups copy the tensors that they transport
     function = code.co_qualname.partition(".<locals>")[0]
     if name in NARROW.get(f"{file}:{function}", "").split():
@@ -169,7 +171,9 @@ def looked_at(
 ) -> NarrowArithmetic | None:
     """Return the mode that examines a rank's operations, for modules and kernels that
     the table covers."""
-    built_in = isinstance(getattr(model.draw, "__self__", None), Decoder | DeepMlp)
+    built_in = isinstance(
+        getattr(model.draw, "__self__", None), Decoder | DeepMlp
+    )
     if not built_in or precision.compute not in HALVES or device.type != "cpu":
         return None
     return NarrowArithmetic()

@@ -14,7 +14,9 @@ from typing import Any
 
 IN_FUNCTION = 1  # CO_OPTIMIZED: neither a module nor a class
 ROOT = os.environ["RECORDED_ROOT"] + os.sep
-OUT = os.open(os.environ["RECORDED_LINES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+OUT = os.open(
+    os.environ["RECORDED_LINES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT
+)
 
 missing: dict[CodeType, set[int]] = {}
 
@@ -22,7 +24,9 @@ missing: dict[CodeType, set[int]] = {}
 def called(frame: FrameType, event: str, argument: object) -> Any:
     """Follows a function of these files while it has lines that have not run."""
     code = frame.f_code
-    if not code.co_flags & IN_FUNCTION or not code.co_filename.startswith(ROOT):
+    if not code.co_flags & IN_FUNCTION or not code.co_filename.startswith(
+        ROOT
+    ):
         return None
     if code not in missing:
         missing[code] = {line for _, _, line in code.co_lines() if line}
@@ -34,7 +38,9 @@ def ran(frame: FrameType, event: str, argument: object) -> Any:
     code, line = frame.f_code, frame.f_lineno
     if line in missing[code]:
         missing[code].discard(line)
-        os.write(OUT, f"{code.co_filename.removeprefix(ROOT)}:{line}\n".encode())
+        os.write(
+            OUT, f"{code.co_filename.removeprefix(ROOT)}:{line}\n".encode()
+        )
     return ran
 
 

@@ -13,7 +13,9 @@ from .sketch import mixed
 IGNORED = -100  # labels of torch's cross_entropy that do not count
 
 
-def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchRecord | None:
+def batch_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> BatchRecord | None:
     """The samples in the arguments of a model's call, or None if no tensor is among them.
 
     Token indices are hashed with their positions. Padding is left out if an attention mask says where
@@ -84,4 +86,8 @@ def _like(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
     tensor = local_of(tensor)
     if tensor.ndim != 2 or tensor.shape[1] != rows.shape[1]:
         return None
-    return tensor.expand(rows.shape) if tensor.shape[0] in (1, len(rows)) else None
+    return (
+        tensor.expand(rows.shape)
+        if tensor.shape[0] in (1, len(rows))
+        else None
+    )

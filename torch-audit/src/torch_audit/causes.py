@@ -41,7 +41,10 @@ def _known(reference: Run, run: Run) -> Iterator[tuple[float, str]]:
     for name, size in sizes.items():
         if size < 2:
             continue
-        yield float(size), f"{name} ({size}): a sum in place of a mean, or summed twice"
+        yield (
+            float(size),
+            f"{name} ({size}): a sum in place of a mean, or summed twice",
+        )
         yield (
             1 / size,
             f"1 / {name} (1/{size}): divided twice, or a mean in place of a sum",
@@ -49,7 +52,10 @@ def _known(reference: Run, run: Run) -> Iterator[tuple[float, str]]:
         yield float(size * size), f"the square of the {name} ({size})"
     passes, ranks = run.backwards, run.world
     if passes > 1 and ranks > 1:
-        yield float(passes * ranks), f"backward passes times ranks ({passes} x {ranks})"
+        yield (
+            float(passes * ranks),
+            f"backward passes times ranks ({passes} x {ranks})",
+        )
         yield (
             1 / (passes * ranks),
             f"1 / (backward passes times ranks, {passes} x {ranks})",
@@ -65,6 +71,8 @@ def _tokens(run: Run) -> Iterator[tuple[float, str]]:
             continue
         mean = sum(counts) / len(counts)
         for count in sorted(set(counts)):
-            text = f"{what} of a batch over the mean of all ({count} / {mean:g})"
+            text = (
+                f"{what} of a batch over the mean of all ({count} / {mean:g})"
+            )
             yield count / mean, text
             yield mean / count, f"the inverse of {text}"

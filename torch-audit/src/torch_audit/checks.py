@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .precision import difference, eps_of, limit_of_norm, precision_of
-from .records import CLIPPED, GRADIENT, KINDS, UPDATED, WEIGHT, WIDTH, ClipRecord
+from .records import (
+    CLIPPED,
+    GRADIENT,
+    KINDS,
+    UPDATED,
+    WEIGHT,
+    WIDTH,
+    ClipRecord,
+)
 from .runs import Held, Names, Parameter, Run, Step
 from .sketch import norm_of
 
@@ -48,14 +56,18 @@ def first_of_each(findings: list[Finding]) -> list[Finding]:
     return list(first.values())
 
 
-def check_step(number: int, step: Step, before: Step | None = None) -> list[Finding]:
+def check_step(
+    number: int, step: Step, before: Step | None = None
+) -> list[Finding]:
     """All findings of a step, in the order in which a step computes; `before` is the step before it."""
     names = Names()
     step.joined(names)
     step.join_tied(names)
     parameters = step.parameters(names)
     apart = parameters_apart(parameters)
-    declared = {name: each for name, each in parameters.items() if name not in apart}
+    declared = {
+        name: each for name, each in parameters.items() if name not in apart
+    }
     found = [
         *_between(number, step, before),
         *_samples(number, step),
@@ -79,27 +91,34 @@ def parameters_apart(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
     for name, parameter in parameters.items():
         shapes = {tuple(each.record.shape) for each in parameter.held}
         copies = parameter.copies(WEIGHT)
-        if len(shapes) > 1 or any(_differing(group, WEIGHT, 0.0) for group in copies):
+        if len(shapes) > 1 or any(
+            _differing(group, WEIGHT, 0.0) for group in copies
+        ):
             apart[name] = parameter
     return apart
 
 
-def _between(number: int, step: Step, before: Step | None) -> Iterator[Finding]:
+def _between(
+    number: int, step: Step, before: Step | None
+) -> Iterator[Finding]:
     """Weights do not change between the update of a step and the next step."""
     names: dict[str, set[int]] = {}
     for rank, record in step.ranks.items() if before is not None else ():
         assert before is not None
         earlier = before.ranks[rank]
-        index_of = {tuple(x.names): i for i, x in enumerate(earlier.parameters)}
+        index_of = {
+            tuple(x.names): i for i, x in enumerate(earlier.parameters)
+        }
         for index, parameter in enumerate(record.parameters):
             at = index_of.get(tuple(parameter.names), -1)
             after = earlier.sketches.get(UPDATED, {}).get(at)
-            if after is not None and record.sketches[WEIGHT].get(index) != after:
+            if (
+                after is not None
+                and record.sketches[WEIGHT].get(index) != after
+            ):
                 names.setdefault(parameter.names[0], set()).add(rank)
     if names:
-        text = (
-            f"{len(names)} parameters were changed after their update, before this step"
-        )
+        text = f"{len(names)} parameters were changed after their update, before this step"
         ranks = sorted(set().union(*names.values()))
         yield Finding(number, "weights", text, names=list(names), ranks=ranks)
 
@@ -120,7 +139,9 @@ def _samples(number: int, step: Step) -> Iterator[Finding]:
     )
 
 
-def _finite(number: int, parameters: dict[str, Parameter]) -> Iterator[Finding]:
+def _finite(
+    number: int, parameters: dict[str, Parameter]
+) -> Iterator[Finding]:
     for kind in KINDS:
         names = []
         for name, parameter in parameters.items():
@@ -162,8 +183,14 @@ def _copies(
             limit = 64 * eps * norm_of(parameter.sketch(kind) or [0.0])
             limit += 64 * eps * eps * largest
             for group in parameter.copies(kind):
-                lacking = [each for each in parameter.held if kind not in each.numbers]
-                if kind == GRADIENT and lacking and any(group[0].numbers[kind]):
+                lacking = [
+                    each for each in parameter.held if kind not in each.numbers
+                ]
+                if (
+                    kind == GRADIENT
+                    and lacking
+                    and any(group[0].numbers[kind])
+                ):
                     names.append(name)
                     ranks |= {each.rank for each in lacking}
                     worst = max(worst, 1.0)
@@ -178,7 +205,9 @@ def _copies(
                 f"copies of {_of(names, parameters)} {_WORDS[kind]} differ between ranks, by up to"
                 f" {worst:.2g} of their size"
             )
-            yield Finding(number, "copies", text, names=names, ranks=sorted(ranks))
+            yield Finding(
+                number, "copies", text, names=names, ranks=sorted(ranks)
+            )
             return  # what follows from it is not another finding
 
 
@@ -192,7 +221,9 @@ def _differing(group: list[Held], kind: str, limit: float) -> float:
     first = group[0].numbers[kind][1:]
     largest = 0.0
     for other in group[1:]:
-        largest = max(largest, norm_of(difference(other.numbers[kind][1:], first)))
+        largest = max(
+            largest, norm_of(difference(other.numbers[kind][1:], first))
+        )
     return largest if largest > limit else 0.0
 
 
@@ -201,10 +232,16 @@ def told_norms(step: Step) -> list[dict[int, float]]:
 
     Parts of a DTensor's norm, which the program has still to combine, are combined here.
     """
-    calls = max((len(record.clips) for record in step.ranks.values()), default=0)
+    calls = max(
+        (len(record.clips) for record in step.ranks.values()), default=0
+    )
     told: list[dict[int, float]] = []
     for call in range(calls):
-        clips = {r: x.clips[call] for r, x in step.ranks.items() if call < len(x.clips)}
+        clips = {
+            r: x.clips[call]
+            for r, x in step.ranks.items()
+            if call < len(x.clips)
+        }
         told.append(_combined(clips))
     return told
 
@@ -229,7 +266,9 @@ def true_norms(
             if call < len(record.clips):
                 for index in record.clips[call].parameters:
                     given.add(names.of(record.parameters[index].names[0]))
-        wholes = [parameters[name].whole(GRADIENT) or [0.0] * WIDTH for name in given]
+        wholes = [
+            parameters[name].whole(GRADIENT) or [0.0] * WIDTH for name in given
+        ]
         norms.append(sum(whole[0] for whole in wholes) ** 0.5)
     return norms
 
@@ -246,12 +285,12 @@ def _norms(
     for call, told in enumerate(told_norms(step)):
         least, most = min(told.values()), max(told.values())
         if most - least > limit * most:
-            text = (
-                f"ranks were told different gradient norms: {least:.6g} to {most:.6g}"
-            )
+            text = f"ranks were told different gradient norms: {least:.6g} to {most:.6g}"
             yield Finding(number, "norm", text, ranks=sorted(told))
             continue
-        clips = [x.clips[call] for x in step.ranks.values() if call < len(x.clips)]
+        clips = [
+            x.clips[call] for x in step.ranks.values() if call < len(x.clips)
+        ]
         summed = any(parameter.summed for parameter in parameters.values())
         if apart or summed or any(clip.order != 2.0 for clip in clips):
             continue  # the sum of squares of the whole gradient is not known
@@ -268,11 +307,17 @@ def _clip(number: int, step: Step) -> Iterator[Finding]:
     """Gradients after the clip are those before it, times one coefficient."""
     names: dict[str, set[int]] = {}
     for rank, record in step.ranks.items():
-        if len(record.clips) != 1 or record.clips[0].part or not record.clips[0].most:
+        if (
+            len(record.clips) != 1
+            or record.clips[0].part
+            or not record.clips[0].most
+        ):
             continue
         clip = record.clips[0]
         coefficient = min(1.0, clip.most / (clip.told + _CLIP_EPS))
-        before, after = (record.sketches.get(kind, {}) for kind in (GRADIENT, CLIPPED))
+        before, after = (
+            record.sketches.get(kind, {}) for kind in (GRADIENT, CLIPPED)
+        )
         for index in set(before) & set(after) & set(clip.parameters):
             scaled = [coefficient * each for each in before[index][1:]]
             eps = eps_of(record.parameters[index].dtype)
@@ -289,7 +334,9 @@ def _clip(number: int, step: Step) -> Iterator[Finding]:
         yield Finding(number, "clip", text, names=list(names), ranks=ranks)
 
 
-def _updates(number: int, parameters: dict[str, Parameter]) -> Iterator[Finding]:
+def _updates(
+    number: int, parameters: dict[str, Parameter]
+) -> Iterator[Finding]:
     left_out = [name for name, each in parameters.items() if not each.stepped]
     if left_out:
         text = f"{_of(left_out, parameters)} trainable parameters are in no optimizer"
@@ -299,7 +346,11 @@ def _updates(number: int, parameters: dict[str, Parameter]) -> Iterator[Finding]
         gradient, before, after = (
             parameter.sketch(kind) for kind in (GRADIENT, WEIGHT, UPDATED)
         )
-        moved = gradient is not None and norm_of(gradient) > 0 and parameter.rate > 0
+        moved = (
+            gradient is not None
+            and norm_of(gradient) > 0
+            and parameter.rate > 0
+        )
         if moved and after is not None and after == before:
             still.append(name)
             narrow = narrow or parameter.dtype in ("bfloat16", "float16")

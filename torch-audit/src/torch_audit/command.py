@@ -25,16 +25,22 @@ from .start import Settings
 def parser(prog: str) -> argparse.ArgumentParser:
     """The parser of both verbs."""
     result = argparse.ArgumentParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = result.add_subparsers(dest="verb", required=True)
     run = verbs.add_parser("run", help="record a program")
     run.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="a new folder"
     )
-    run.add_argument("--steps", type=int, default=3, help="steps to record (default 3)")
     run.add_argument(
-        "--one", action="store_true", help="the program is one process: a reference"
+        "--steps", type=int, default=3, help="steps to record (default 3)"
+    )
+    run.add_argument(
+        "--one",
+        action="store_true",
+        help="the program is one process: a reference",
     )
     run.add_argument(
         "--perturb",
@@ -58,7 +64,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
         metavar="DIR",
         help="perturbed runs of the reference, which give the tolerances",
     )
-    compared.add_argument("--json", action="store_true", help="the result as JSON")
+    compared.add_argument(
+        "--json", action="store_true", help="the result as JSON"
+    )
     return result
 
 
@@ -69,13 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.verb == "run":
             settings = Settings(args.out, args.steps, float64=args.float64)
-            recorded = record_all(settings, program, one=args.one, perturb=args.perturb)
+            recorded = record_all(
+                settings, program, one=args.one, perturb=args.perturb
+            )
             return recorded.code
         compared = compare_folders(args.reference, args.runs, args.perturbed)
     except (RecordError, LaunchError) as error:
         print(f"torch_audit: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(compared.figures, indent=1) if args.json else compared.text)
+    print(
+        json.dumps(compared.figures, indent=1) if args.json else compared.text
+    )
     return compared.code
 
 
@@ -102,11 +114,15 @@ def record_all(
 ) -> Outcome:
     """Records a program once, or `perturb` times with perturbed weights into DIR-1 to DIR-N."""
     if not program:
-        raise LaunchError("the program is missing: write its command behind --.")
+        raise LaunchError(
+            "the program is missing: write its command behind --."
+        )
     chosen = [settings]
     if perturb:
         out = settings.out
-        folders = {seed: f"{out.name}-{seed}" for seed in range(1, perturb + 1)}
+        folders = {
+            seed: f"{out.name}-{seed}" for seed in range(1, perturb + 1)
+        }
         chosen = [
             replace(settings, out=out.with_name(name), perturbed=seed)
             for seed, name in folders.items()
@@ -115,7 +131,9 @@ def record_all(
         ended, findings = record(each, program, one=one, say=say_at_once)
         faults = sum(finding.fault for finding in findings)
         steps = len(load(each.out).steps)
-        say_at_once(f"audit: {steps} steps recorded in {each.out}; {faults} faults")
+        say_at_once(
+            f"audit: {steps} steps recorded in {each.out}; {faults} faults"
+        )
         if ended or faults:
             break
     if ended:

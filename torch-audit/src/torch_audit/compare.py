@@ -34,7 +34,9 @@ class Different:
     name: str
     relative: float  # the norm of the difference over that of the reference
     limit: float  # the relative difference that would count as rounding
-    factor: float | None  # c where the run has c times the reference, but for rounding
+    factor: (
+        float | None
+    )  # c where the run has c times the reference, but for rounding
     ranks: list[int]
 
 
@@ -49,9 +51,7 @@ class Verdict:
     different: list[Different] = field(default_factory=list)
     parameters: int = 0  # compared in each step
     steps: int = 0
-    worst: float = (
-        0.0  # the largest relative difference of a gradient that counts as rounding
-    )
+    worst: float = 0.0  # the largest relative difference of a gradient that counts as rounding
     worst_name: str = ""
     precision: str = ""
     inside: bool = False  # a float64 model computes partly in float32
@@ -72,7 +72,9 @@ class _Pair:
     their_step: Step
 
 
-def compare(reference: Run, run: Run, perturbed: list[Run] | None = None) -> Verdict:
+def compare(
+    reference: Run, run: Run, perturbed: list[Run] | None = None
+) -> Verdict:
     """The verdict on a run, in the order in which a step computes."""
     perturbed = perturbed or []
     names = Names()
@@ -114,7 +116,13 @@ class _Comparison:
 
     def conduct(self) -> None:
         stages = [self._names, self._samples, self._places, self._weights]
-        stages += [self._loss, self._gradient, self._norm, self._clipped, self._update]
+        stages += [
+            self._loss,
+            self._gradient,
+            self._norm,
+            self._clipped,
+            self._update,
+        ]
         for stage in stages:
             stage()
             if self.verdict.result != EQUAL:
@@ -132,9 +140,7 @@ class _Comparison:
         if ours == theirs:
             return
         if not ours & theirs:
-            text = (
-                f"no parameter has the same name: {_some(ours)} against {_some(theirs)}"
-            )
+            text = f"no parameter has the same name: {_some(ours)} against {_some(theirs)}"
             self._stop(NOT_COMPARABLE, "names", text)
             return
         parts = []
@@ -149,7 +155,9 @@ class _Comparison:
             x for _, batch in self.pair.our_step.batches() for x in batch.rows
         )
         theirs = Counter(
-            x for _, batch in self.pair.their_step.batches() for x in batch.rows
+            x
+            for _, batch in self.pair.their_step.batches()
+            for x in batch.rows
         )
         if not ours or not theirs:
             note = "samples are not compared: a run has recorded none"
@@ -161,11 +169,15 @@ class _Comparison:
                 self.passed.append(f"{sum(theirs.values())} samples")
                 return
             # A pipeline computes a batch once more to learn its shapes, so gradients decide.
-            self._note("some samples are given to the model more often than the others")
+            self._note(
+                "some samples are given to the model more often than the others"
+            )
             self.passed.append(f"{len(theirs)} samples")
             return
         if self._same_in_parts(theirs):
-            self.passed.append(f"{sum(theirs.values())} samples, in parts of sequences")
+            self.passed.append(
+                f"{sum(theirs.values())} samples, in parts of sequences"
+            )
             return
         common = len(set(ours) & set(theirs))
         text = (
@@ -184,7 +196,9 @@ class _Comparison:
             by_rank.setdefault(rank, []).extend(batch.rows)
         distinct = {tuple(sorted(rows)) for rows in by_rank.values()}
         total = sum(sum(rows) for rows in distinct)
-        return (total - sum(row * n for row, n in theirs.items())) % (1 << 64) == 0
+        return (total - sum(row * n for row, n in theirs.items())) % (
+            1 << 64
+        ) == 0
 
     def _places(self) -> None:
         apart = parameters_apart(self.pair.ours)
@@ -203,11 +217,11 @@ class _Comparison:
         if shapes:
             self._stop(NOT_COMPARABLE, "shapes", "; ".join(shapes[:3]))
             return
-        holes = [name for name, each in self.pair.ours.items() if not each.tiled]
+        holes = [
+            name for name, each in self.pair.ours.items() if not each.tiled
+        ]
         if holes:
-            text = (
-                f"the shards of {_some(set(holes))} do not make up the whole parameter"
-            )
+            text = f"the shards of {_some(set(holes))} do not make up the whole parameter"
             self._stop(REFUTED, "shards", text)
 
     # ---- quantities
@@ -221,8 +235,12 @@ class _Comparison:
             self._refute(WEIGHT, different)
             return
         self.verdict.different = different
-        values = [each for each in self.pair.theirs.values() if len(each.shape) > 1]
-        matrices = [x for x in different if len(self.pair.theirs[x.name].shape) > 1]
+        values = [
+            each for each in self.pair.theirs.values() if len(each.shape) > 1
+        ]
+        matrices = [
+            x for x in different if len(self.pair.theirs[x.name].shape) > 1
+        ]
         if len(matrices) * 2 > len(values):
             text = "the runs do not start from the same weights"
             self._stop(NOT_COMPARABLE, "initial weights", text)
@@ -232,15 +250,23 @@ class _Comparison:
     def _loss(self) -> None:
         """Losses differ in how libraries normalise them, so they are told, and refute nothing."""
         theirs = [
-            x for rank in self.pair.their_step.ranks.values() for x in rank.losses
+            x
+            for rank in self.pair.their_step.ranks.values()
+            for x in rank.losses
         ]
-        by_rank = [r.losses for r in self.pair.our_step.ranks.values() if r.losses]
+        by_rank = [
+            r.losses for r in self.pair.our_step.ranks.values() if r.losses
+        ]
         if not theirs or not by_rank:
             return
         expected = [sum(theirs), sum(theirs) / len(theirs)]
         sums = [sum(losses) for losses in by_rank]
         passes = len(by_rank[0])
-        found = [sum(sums), sum(sums) / len(sums), sum(sums) / len(sums) / passes]
+        found = [
+            sum(sums),
+            sum(sums) / len(sums),
+            sum(sums) / len(sums) / passes,
+        ]
         limit = 100 * limit_of_norm(self.verdict.precision)
         if any(abs(a - b) <= limit * abs(a) for a in expected for b in found):
             self.passed.append("loss")
@@ -254,7 +280,10 @@ class _Comparison:
         self._quantity(GRADIENT)
 
     def _norm(self) -> None:
-        ours, theirs = told_norms(self.pair.our_step), told_norms(self.pair.their_step)
+        ours, theirs = (
+            told_norms(self.pair.our_step),
+            told_norms(self.pair.their_step),
+        )
         if len(ours) != len(theirs):
             self._note(
                 f"the reference clips {len(theirs)} times in a step, the run {len(ours)} times"
@@ -317,7 +346,9 @@ class _Comparison:
             self.passed.append(_SHOWN[kind])
         elif different:
             self._refute(kind, different)
-        elif any(x.sketch(kind) is not None for x in self.pair.theirs.values()):
+        elif any(
+            x.sketch(kind) is not None for x in self.pair.theirs.values()
+        ):
             self.passed.append(_SHOWN[kind])
 
     def _is_float32_rounding(self, largest: float) -> bool:
@@ -350,7 +381,10 @@ class _Comparison:
             if expected is None and found is None:
                 continue
             if expected is None or found is None:
-                if kind == GRADIENT and norm_of(expected or found or [0.0]) == 0:
+                if (
+                    kind == GRADIENT
+                    and norm_of(expected or found or [0.0]) == 0
+                ):
                     continue  # no gradient is a gradient of zeros
                 factor = 0.0 if found is None else None
                 different.append(Different(name, 1.0, 0.0, factor, ours.ranks))
@@ -364,9 +398,14 @@ class _Comparison:
             if found_difference is not None:
                 different.append(found_difference)
             elif kind == GRADIENT and norm_of(expected) > 4 * limits[name]:
-                relative = norm_of(difference(found, expected)) / norm_of(expected)
+                relative = norm_of(difference(found, expected)) / norm_of(
+                    expected
+                )
                 if relative > self.verdict.worst:
-                    self.verdict.worst, self.verdict.worst_name = relative, name
+                    self.verdict.worst, self.verdict.worst_name = (
+                        relative,
+                        name,
+                    )
         return different
 
     def _note(self, text: str) -> None:
@@ -404,7 +443,9 @@ def _compared(
     return Different(ours.name, relative, within, factor, sorted(wrong))
 
 
-def _numbers(numbers: "dict[str, list[float]] | object", kind: str) -> list[float]:
+def _numbers(
+    numbers: "dict[str, list[float]] | object", kind: str
+) -> list[float]:
     assert isinstance(numbers, dict)
     sketch: list[float] = numbers[kind][1:]
     if kind != UPDATED:
@@ -412,7 +453,9 @@ def _numbers(numbers: "dict[str, list[float]] | object", kind: str) -> list[floa
     return difference(sketch, numbers[WEIGHT][1:])
 
 
-def _factor(expected: list[float], found: list[float], limit: float) -> float | None:
+def _factor(
+    expected: list[float], found: list[float], limit: float
+) -> float | None:
     """c where the run has c times the reference and the rest is rounding; None if there is no such c."""
     square = sum(x * x for x in expected)
     if not square:

@@ -15,7 +15,13 @@ from .runs import Step, load
 from .start import Settings
 
 # Variables by which a launcher tells a process that it is one of many.
-_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_DISTRIBUTED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 class LaunchError(ValueError):
@@ -37,8 +43,12 @@ def record(
     out = settings.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if list(out.glob(f"*{SUFFIX}")):
-        raise LaunchError(f"{out} holds a recorded run already. Name a new folder.")
-    settings = Settings(out, settings.steps, settings.perturbed, settings.float64)
+        raise LaunchError(
+            f"{out} holds a recorded run already. Name a new folder."
+        )
+    settings = Settings(
+        out, settings.steps, settings.perturbed, settings.float64
+    )
     environment = settings.environment(os.environ)
     if one:
         for name in _DISTRIBUTED:

@@ -39,7 +39,9 @@ def plain_name(name: str) -> str:
 
 def refusal(tensor: Tensor) -> str:
     """The reason why a parameter cannot be placed in the whole model; empty if it can."""
-    if type(tensor).__name__ == "FlatParameter" or hasattr(tensor, "_is_flat_param"):
+    if type(tensor).__name__ == "FlatParameter" or hasattr(
+        tensor, "_is_flat_param"
+    ):
         return (
             "FSDP1 keeps parameters in flat buffers, which are not read yet. Record the same model with"
             " FSDP2 (fully_shard), or with DDP."
@@ -56,7 +58,9 @@ def roots_of(tensors: Iterable[Tensor]) -> list[Module]:
     inner: set[int] = set()
     for found in gc.get_objects():
         # type() instead of isinstance(): proxies answer the latter by loading what they stand for.
-        if not issubclass(type(found), Module) or "_parameters" not in vars(found):
+        if not issubclass(type(found), Module) or "_parameters" not in vars(
+            found
+        ):
             continue
         inner.update(id(child) for child in found.children())
         if any(id(parameter) in wanted for parameter in found.parameters()):

@@ -14,7 +14,12 @@ _EPS = {
 }
 # Relative differences by which layouts in float64, float32 and 16 bits differ at most in a first step.
 # Seen: 7e-15 in float64, 8.3e-6 in float32.
-_RELATIVE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.15, "float16": 0.03}
+_RELATIVE = {
+    "float64": 1e-9,
+    "float32": 1e-3,
+    "bfloat16": 0.15,
+    "float16": 0.03,
+}
 # A limit is at least this multiple of what perturbed runs show.
 _MARGIN = 8.0
 # Rounding of a gradient is also relative to the largest gradient: a key's bias has the gradient zero, and
@@ -91,7 +96,9 @@ class Limits:
                 weight = norm_of(parameter.sketch("weight") or [0.0])
                 limit += 4 * eps_of(parameter.dtype) * weight
             for run in runs:
-                limit = max(limit, _MARGIN * _apart(kind, parameter, run.get(name)))
+                limit = max(
+                    limit, _MARGIN * _apart(kind, parameter, run.get(name))
+                )
             limits[name] = limit
         return cls(limits, len(runs))
 

@@ -65,7 +65,9 @@ class Recorder:
     def install(self) -> None:
         handles = (
             modules.register_module_forward_pre_hook(self._enter),
-            modules.register_module_forward_hook(self._leave, always_call=True),
+            modules.register_module_forward_hook(
+                self._leave, always_call=True
+            ),
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         )
@@ -74,10 +76,14 @@ class Recorder:
         clip = torch.nn.utils.clip_grad
         self._wrap(clip, "clip_grad_norm_", self._clip)
         self._wrap(torch.nn.utils, "clip_grad_norm_", self._clip)
-        self._wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with_norm)
+        self._wrap(
+            torch.nn.utils, "clip_grads_with_norm_", self._clip_with_norm
+        )
         atexit.register(self.finish)
 
-    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    def _wrap(
+        self, owner: Any, name: str, wrapper: Callable[..., Any]
+    ) -> None:
         """Puts `wrapper(original, *args, **kwargs)` in the place of a function of torch.
 
         A program may have imported the wrapped function by name, so the wrapper stays harmless after
@@ -121,7 +127,9 @@ class Recorder:
 
     def _enter(self, module: Module, args: tuple[Any, ...]) -> None:
         self._depth += 1
-        if self._depth > 1 or not (module.training and torch.is_grad_enabled()):
+        if self._depth > 1 or not (
+            module.training and torch.is_grad_enabled()
+        ):
             return
         if torch._C._current_graph_task_id() != -1:
             return  # a recomputation in the backward
@@ -135,7 +143,11 @@ class Recorder:
         parameters = [x for x in module.parameters() if x.requires_grad]
         if not parameters:
             return  # a loss, not a model
-        if self.perturbed and not self._record.step and not self._record.perturbed:
+        if (
+            self.perturbed
+            and not self._record.step
+            and not self._record.perturbed
+        ):
             perturb(parameters, self.perturbed)
             self._record.perturbed = self.perturbed
         kind = parameters[0].device.type
@@ -149,7 +161,11 @@ class Recorder:
         self._depth = max(0, self._depth - 1)
 
     def _backward(
-        self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
+        self,
+        original: Callable[..., Any],
+        tensors: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             if tensor.numel() == 1:
@@ -214,13 +230,19 @@ class Recorder:
                 for dim, placement in enumerate(told.placements)
                 if placement.is_partial()
             )
-        value = float(local_of(told)) if isinstance(told, Tensor) else float(told)
+        value = (
+            float(local_of(told)) if isinstance(told, Tensor) else float(told)
+        )
         indices = [self._index[id(parameter)] for parameter in parameters]
-        self._record.clips.append(ClipRecord(indices, most, order, value, part))
+        self._record.clips.append(
+            ClipRecord(indices, most, order, value, part)
+        )
 
     # ---- updates
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> None:
         self._guarded(self._note_update, optimizer)
 
     def _note_update(self, optimizer: Optimizer) -> None:
@@ -233,14 +255,18 @@ class Recorder:
             for parameter in group["params"]:
                 noted = self._record.parameters[self._index[id(parameter)]]
                 noted.stepped, noted.rate = True, float(group.get("lr", 0.0))
-        clipped = {index for clip in self._record.clips for index in clip.parameters}
+        clipped = {
+            index for clip in self._record.clips for index in clip.parameters
+        }
         have = [each for each in parameters if each.grad is not None]
         first = [each for each in have if self._index[id(each)] not in clipped]
         again = [each for each in have if self._index[id(each)] in clipped]
         self._gradients(records.GRADIENT, first)
         self._gradients(records.CLIPPED, again)
 
-    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_update(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> None:
         if self._undo:
             self._guarded(self._note_updated, optimizer)
 
@@ -292,7 +318,9 @@ class Recorder:
             if isinstance(each.tensor, DTensor):
                 mesh = each.tensor.device_mesh
                 names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
-                self._record.meshes |= dict(zip(names, mesh.shape, strict=True))
+                self._record.meshes |= dict(
+                    zip(names, mesh.shape, strict=True)
+                )
         self._weights(records.WEIGHT, [each.tensor for each in fresh])
 
     # ---- sketches
@@ -351,11 +379,15 @@ def _rank_and_world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     environment = os.environ
-    return int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
+    return int(environment.get("RANK", "0")), int(
+        environment.get("WORLD_SIZE", "1")
+    )
 
 
 def _versions() -> dict[str, str]:
     """Versions of the libraries that the program has loaded."""
     names = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl")
     loaded = {name: sys.modules[name] for name in names if name in sys.modules}
-    return {name: str(getattr(x, "__version__", "?")) for name, x in loaded.items()}
+    return {
+        name: str(getattr(x, "__version__", "?")) for name, x in loaded.items()
+    }

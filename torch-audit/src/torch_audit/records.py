@@ -55,9 +55,7 @@ class ClipRecord:
     most: float  # the largest norm allowed
     order: float  # of the norm
     told: float  # the norm that the call returned, or this rank's part of it
-    part: str = (
-        ""  # mesh coordinates over which the parts of other ranks are to be combined
-    )
+    part: str = ""  # mesh coordinates over which the parts of other ranks are to be combined
 
 
 @dataclass
@@ -114,9 +112,13 @@ def read(path: Path) -> StepRecord:
     try:
         header: dict[str, Any] = json.loads(line)
         if header.pop("format") != FORMAT:
-            raise RecordError(f"{path} was written by another version of torch-audit.")
+            raise RecordError(
+                f"{path} was written by another version of torch-audit."
+            )
         listed: dict[str, list[int]] = header.pop("sketches")
-        header["parameters"] = [ParameterRecord(**x) for x in header["parameters"]]
+        header["parameters"] = [
+            ParameterRecord(**x) for x in header["parameters"]
+        ]
         header["batches"] = [BatchRecord(**x) for x in header["batches"]]
         header["clips"] = [ClipRecord(**x) for x in header["clips"]]
         record = StepRecord(**header)

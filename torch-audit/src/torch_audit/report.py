@@ -37,11 +37,15 @@ def verdict_text(verdict: Verdict, run: str, reference: str) -> str:
             )
     else:
         lines.append(f"{run} is {_result(verdict)} {reference}")
-        lines.append(f"  first difference: step {verdict.step}, {verdict.quantity}")
+        lines.append(
+            f"  first difference: step {verdict.step}, {verdict.quantity}"
+        )
         lines.append(f"  {verdict.text}")
         lines += [f"    {line}" for line in _groups(verdict)]
         if verdict.equal_before:
-            lines.append(f"  equal before it: {', '.join(verdict.equal_before)}")
+            lines.append(
+                f"  equal before it: {', '.join(verdict.equal_before)}"
+            )
         lines += [f"  likely: {cause}" for cause in verdict.causes]
         in_float64 = verdict.precision == "float64" or verdict.inside
         if in_float64 and verdict.result != NOT_COMPARABLE:
@@ -50,7 +54,11 @@ def verdict_text(verdict: Verdict, run: str, reference: str) -> str:
                 " report this: libraries take other code paths in float64."
             )
     lines += [f"  note: {note}" for note in verdict.notes]
-    if not verdict.measured and verdict.precision != "float64" and not verdict.inside:
+    if (
+        not verdict.measured
+        and verdict.precision != "float64"
+        and not verdict.inside
+    ):
         lines.append(
             f"  Limits are those usual for {verdict.precision}. Record perturbed runs of the reference"
             " (--perturb 3) to measure them."
@@ -75,7 +83,9 @@ def _groups(verdict: Verdict) -> list[str]:
         kinds = kinds_of([each.name for each in members])
         if factor and len(kinds) > 4:
             text = kinds_text([each.name for each in members], 3)
-            groups.append((f"{len(members)} parameters ({text})", factor, members))
+            groups.append(
+                (f"{len(members)} parameters ({text})", factor, members)
+            )
             continue
         for kind, names in kinds.items():
             chosen = [each for each in members if each.name in names]
@@ -116,7 +126,9 @@ def kinds_text(names: Sequence[str], shown: int = 6) -> str:
         members[0] if len(members) == 1 else f"{kind} ({len(members)})"
         for kind, members in kinds_of(names).items()
     ]
-    more = f" and {len(parts) - shown} more kinds" if len(parts) > shown else ""
+    more = (
+        f" and {len(parts) - shown} more kinds" if len(parts) > shown else ""
+    )
     return ", ".join(parts[:shown]) + more
 
 
@@ -129,9 +141,15 @@ def ranges(ranks: Sequence[int]) -> str:
         else:
             parts.append([rank])
     return ", ".join(
-        str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts
+        str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
+        for part in parts
     )
 
 
-def verdict_json(verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
-    return {**asdict(verdict), "findings": [asdict(finding) for finding in findings]}
+def verdict_json(
+    verdict: Verdict, findings: Sequence[Finding]
+) -> dict[str, Any]:
+    return {
+        **asdict(verdict),
+        "findings": [asdict(finding) for finding in findings],
+    }

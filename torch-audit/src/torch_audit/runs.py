@@ -29,7 +29,9 @@ class Held:
 
     rank: int
     record: ParameterRecord
-    numbers: Mapping[str, list[float]]  # by kind: a sum of squares and a sketch
+    numbers: Mapping[
+        str, list[float]
+    ]  # by kind: a sum of squares and a sketch
 
     def key(self, kind: str) -> tuple[int, str]:
         """Equal for copies of the same elements."""
@@ -139,8 +141,16 @@ class Step:
         """
         tied: dict[tuple[object, ...], list[str]] = {}
         for name, parameter in self.parameters(names).items():
-            weight, gradient = parameter.sketch(WEIGHT), parameter.sketch(GRADIENT)
-            if len(parameter.shape) > 1 and weight and gradient and any(gradient):
+            weight, gradient = (
+                parameter.sketch(WEIGHT),
+                parameter.sketch(GRADIENT),
+            )
+            if (
+                len(parameter.shape) > 1
+                and weight
+                and gradient
+                and any(gradient)
+            ):
                 key = (parameter.shape, *weight, *gradient)
                 tied.setdefault(key, []).append(name)
         for same in tied.values():
@@ -163,7 +173,9 @@ class Step:
 
     def batches(self) -> Iterator[tuple[int, BatchRecord]]:
         """The batches of samples; calls with activations are left out where others have tokens."""
-        all_batches = [(r, b) for r, x in self.ranks.items() for b in x.batches]
+        all_batches = [
+            (r, b) for r, x in self.ranks.items() for b in x.batches
+        ]
         tokens = [(rank, batch) for rank, batch in all_batches if batch.whole]
         yield from tokens or all_batches
 
@@ -220,9 +232,13 @@ def load(folder: Path) -> Run:
     for path in paths:
         record = read(path)
         if record.refused:
-            raise RecordError(f"rank {record.rank} of {folder}: {record.refused}")
+            raise RecordError(
+                f"rank {record.rank} of {folder}: {record.refused}"
+            )
         steps.setdefault(record.step, {})[record.rank] = record
-    worlds = {record.world for step in steps.values() for record in step.values()}
+    worlds = {
+        record.world for step in steps.values() for record in step.values()
+    }
     if len(worlds) > 1:
         raise RecordError(
             f"{folder} holds files of several runs. Record into a new folder."

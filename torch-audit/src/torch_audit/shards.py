@@ -69,7 +69,9 @@ def place_of(tensor: Tensor) -> Place:
             summand.append(f"{dim}:{coordinate[dim]}")
         elif not placement.is_replicate():
             axis = placement.dim % len(shape)  # type: ignore[attr-defined]
-            shards = _split(placement, indices[axis], axis, len(shape), mesh.size(dim))
+            shards = _split(
+                placement, indices[axis], axis, len(shape), mesh.size(dim)
+            )
             indices[axis] = shards[coordinate[dim]]
     return Place(shape, tuple(indices), ",".join(summand))
 

@@ -71,13 +71,17 @@ def sketch(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
 
     `indices` are the global indices of the shard along each axis.
     """
-    result = torch.zeros(1 + NUMBERS, dtype=torch.float64, device=tensor.device)
+    result = torch.zeros(
+        1 + NUMBERS, dtype=torch.float64, device=tensor.device
+    )
     if tensor.numel() == 0:
         return result
     along = [each.to(tensor.device) for each in indices]
     if tensor.ndim < 2:
         values = tensor.reshape(-1).double()
-        places = along[0] if along else torch.zeros_like(values, dtype=torch.int64)
+        places = (
+            along[0] if along else torch.zeros_like(values, dtype=torch.int64)
+        )
         result[0] = values.square().sum()
         result[1:] = signs(places, 0, NUMBERS).T @ values
         return result

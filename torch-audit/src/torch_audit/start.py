@@ -14,7 +14,9 @@ class Settings:
     out: Path
     steps: int = 3
     perturbed: int = 0  # the seed of a perturbation; 0: none
-    float64: bool = False  # new tensors are float64 unless the program says otherwise
+    float64: bool = (
+        False  # new tensors are float64 unless the program says otherwise
+    )
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment in which an audited program is started."""

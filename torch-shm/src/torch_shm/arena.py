@@ -52,7 +52,9 @@ class Extent:
         """Bytes of a flag, two headers, a queue for each peer, and two buffers of two
         chunks."""
         return (
-            whole(LINE + 2 * whole(self.header, LINE) + LINE * self.ranks, PAGE)
+            whole(
+                LINE + 2 * whole(self.header, LINE) + LINE * self.ranks, PAGE
+            )
             + 4 * self.chunk
         )
 
@@ -179,7 +181,9 @@ class Arena:
         self.words = self.bytes.cast("q")
         # of all ranks, if they can read each other's memory
         self.processes: list[int] = []
-        self.base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        self.base = torch.frombuffer(
+            self._map, dtype=torch.uint8, count=1
+        ).data_ptr()
         heap = self.page(rank) + PAGE + extent.segments * extent.segment
         self.heap = Heap(heap, heap + extent.heap)
 
@@ -196,7 +200,9 @@ class Arena:
         """Return a tensor over the memory at an offset."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+        return torch.frombuffer(
+            self._map, dtype=dtype, count=numel, offset=offset
+        )
 
     def place(self, x: Tensor) -> int:
         """Return the place from which other ranks can read a tensor.
@@ -209,7 +215,9 @@ class Arena:
             return offset
         return -x.data_ptr() if self.processes else NOWHERE
 
-    def fetch(self, rank: int, place: int, into: Tensor, skip: int = 0) -> None:
+    def fetch(
+        self, rank: int, place: int, into: Tensor, skip: int = 0
+    ) -> None:
         """Copy into a tensor from a place of a rank, without the first `skip` bytes
         there."""
         if place >= 0:

@@ -29,7 +29,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arena import Extent, Reserved
-from .calls import NOTHING, Call, CommError, CommMisuse, Work, check, equal_splits
+from .calls import (
+    NOTHING,
+    Call,
+    CommError,
+    CommMisuse,
+    Work,
+    check,
+    equal_splits,
+)
 from .lines import Line
 from .watch import LOOK_EVERY, CommTimeout
 from .world import SharedGroup, SharedWork, SharedWorld
@@ -70,7 +78,10 @@ class AsyncWork(dist.Work):
     """
 
     def __init__(
-        self, works: Sequence[Work], result: Any, finish: Callable[[], None] | None
+        self,
+        works: Sequence[Work],
+        result: Any,
+        finish: Callable[[], None] | None,
     ) -> None:
         super().__init__()
         self.works = [work for work in works if isinstance(work, SharedWork)]
@@ -90,7 +101,9 @@ class AsyncWork(dist.Work):
         try:
             for work in tuple(self.works):
                 work.wait(
-                    None if deadline is None else max(0.0, deadline - time.monotonic())
+                    None
+                    if deadline is None
+                    else max(0.0, deadline - time.monotonic())
                 )
             self.end()
         except CommTimeout:
@@ -183,8 +196,13 @@ class _Background:
     def add(self, work: AsyncWork) -> None:
         with _lock:
             self._works[work] = None
-            if len(self._works) > 1024 and _c10d._get_work_registry_size() == 0:
-                for ended in [each for each in tuple(self._works)[:512] if each.ended]:
+            if (
+                len(self._works) > 1024
+                and _c10d._get_work_registry_size() == 0
+            ):
+                for ended in [
+                    each for each in tuple(self._works)[:512] if each.ended
+                ]:
                     del self._works[ended]
             if work.ended:
                 return
@@ -244,7 +262,9 @@ class ShmProcessGroup:
         self.name = name
         options = _c10d.FakeProcessGroup.Options()
         options.error_on_collective = True
-        self.backend = _c10d.FakeProcessGroup._create_internal(rank, size, options)
+        self.backend = _c10d.FakeProcessGroup._create_internal(
+            rank, size, options
+        )
         _be_on_one_machine(store, rank, size)
         reserved = None
         if rank == 0:
@@ -254,14 +274,23 @@ class ShmProcessGroup:
             except CommMisuse as error:
                 store.set("arena", json.dumps([str(error), None]))
                 raise
-            store.set("arena", json.dumps([reserved.path, asdict(reserved.extent)]))
+            store.set(
+                "arena", json.dumps([reserved.path, asdict(reserved.extent)])
+            )
         path, extent = json.loads(store.get("arena"))
         if extent is None:
-            raise CommMisuse(f"backend shm: rank 0 has no shared memory: {path}")
+            raise CommMisuse(
+                f"backend shm: rank 0 has no shared memory: {path}"
+            )
         seconds = timeout.total_seconds()
         try:
             self.world = SharedWorld(
-                path, Extent(**extent), rank, timeout=seconds, lines=_lines, lock=_lock
+                path,
+                Extent(**extent),
+                rank,
+                timeout=seconds,
+                lines=_lines,
+                lock=_lock,
             )
         except OSError as error:
             raise CommMisuse(
@@ -282,12 +311,16 @@ class ShmProcessGroup:
                 del _groups[self.name]
         self.world.leave()
 
-    def call(self, operator: str, args: Sequence[Any], wait: bool) -> dist.Work:
+    def call(
+        self, operator: str, args: Sequence[Any], wait: bool
+    ) -> dist.Work:
         """Execute one of torch's operators on this group."""
         # a profiler event, like those of torch's own backends
         with (
             self._order,
-            torch._C._profiler._RecordFunctionFast(f"shm:{operator.strip('_')}"),
+            torch._C._profiler._RecordFunctionFast(
+                f"shm:{operator.strip('_')}"
+            ),
         ):
             run = _Operators(self._group, wait)
             getattr(run, operator)(*args)
@@ -331,7 +364,9 @@ class _Operators:
         self._back.append((x, flat))
         return flat
 
-    def _copy_back(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    def _copy_back(
+        self, outs: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> None:
         for out, part in zip(outs, parts, strict=True):
             self._back.append((out.data, part.view_as(out)))
 
@@ -348,7 +383,9 @@ class _Operators:
             work.wait()
         self.works.append(work)
 
-    def allreduce_(self, xs: list[Tensor], op: Any, sparse: Any = None) -> None:
+    def allreduce_(
+        self, xs: list[Tensor], op: Any, sparse: Any = None
+    ) -> None:
         for x in xs:
             if x.is_sparse:
                 self._sum_sparse(x, op)
@@ -361,7 +398,9 @@ class _Operators:
         for x in xs:
             self._begin(Call("broadcast", self._into(x), at=root))
 
-    def reduce_(self, xs: list[Tensor], op: Any, root: int, index: int) -> None:
+    def reduce_(
+        self, xs: list[Tensor], op: Any, root: int, index: int
+    ) -> None:
         for x in xs:
             self._begin(Call("reduce", self._into(x), op=_op(op), at=root))
 
@@ -380,7 +419,9 @@ class _Operators:
             self._copy_back(parts, list(whole))
             self._begin(Call("all_gather", _of(x), whole))
 
-    def allgather_coalesced_(self, outs: list[list[Tensor]], xs: list[Tensor]) -> None:
+    def allgather_coalesced_(
+        self, outs: list[list[Tensor]], xs: list[Tensor]
+    ) -> None:
         # the inner lists here are per rank, not per tensor
         self.allgather_([list(parts) for parts in zip(*outs, strict=True)], xs)
 
@@ -388,7 +429,9 @@ class _Operators:
         self, outs: list[Tensor], xs: list[Tensor], op: Any
     ) -> None:
         for out, x in zip(outs, xs, strict=True):
-            self._begin(Call("reduce_scatter", _of(x), self._into(out), op=_op(op)))
+            self._begin(
+                Call("reduce_scatter", _of(x), self._into(out), op=_op(op))
+            )
 
     def _reduce_scatter_base_(self, out: Tensor, x: Tensor, op: Any) -> None:
         self.reduce_scatter_tensor_coalesced_([out], [x], op)
@@ -400,13 +443,19 @@ class _Operators:
             outs, [_joined(parts) for parts in xs], op
         )
 
-    def gather_(self, outs: list[list[Tensor]], xs: list[Tensor], root: int) -> None:
+    def gather_(
+        self, outs: list[list[Tensor]], xs: list[Tensor], root: int
+    ) -> None:
         parts = (
-            [self._into(out) for out in outs[0]] if self.group.rank == root else None
+            [self._into(out) for out in outs[0]]
+            if self.group.rank == root
+            else None
         )
         self._begin(Call("gather", _of(xs[0]), parts=parts, at=root))
 
-    def scatter_(self, outs: list[Tensor], xs: list[list[Tensor]], root: int) -> None:
+    def scatter_(
+        self, outs: list[Tensor], xs: list[list[Tensor]], root: int
+    ) -> None:
         parts = [_of(x) for x in xs[0]] if self.group.rank == root else None
         self._begin(Call("scatter", self._into(outs[0]), parts=parts, at=root))
 
@@ -422,12 +471,22 @@ class _Operators:
         self._all_to_all(self._into(out), _of(x), takes or None, sends or None)
 
     def _all_to_all(
-        self, out: Tensor, x: Tensor, takes: list[int] | None, sends: list[int] | None
+        self,
+        out: Tensor,
+        x: Tensor,
+        takes: list[int] | None,
+        sends: list[int] | None,
     ) -> None:
         in_splits = equal_splits(self.group, x, sends, "in_splits")
         out_splits = equal_splits(self.group, out, takes, "out_splits")
         self._begin(
-            Call("all_to_all", x, out, in_splits=in_splits, out_splits=out_splits)
+            Call(
+                "all_to_all",
+                x,
+                out,
+                in_splits=in_splits,
+                out_splits=out_splits,
+            )
         )
 
     def barrier(self, x: Tensor, devices: list[int]) -> None:
@@ -446,7 +505,9 @@ class _Operators:
     def recv_(self, xs: list[Tensor], source: int, tag: int) -> None:
         for x in xs:
             self.works.append(
-                self.group.begin(Call("receive", self._into(x), at=source), tag)
+                self.group.begin(
+                    Call("receive", self._into(x), at=source), tag
+                )
             )
 
     def recv_any_source_(self, xs: list[Tensor], tag: int) -> None:
@@ -458,7 +519,9 @@ class _Operators:
             raise CommMisuse("backend shm: sparse tensors can only be summed.")
         n, part = self.group.size, x.detach().coalesce()
         counts = torch.empty(n, dtype=torch.int64)
-        self.group.begin(Call("all_gather", torch.tensor([part._nnz()]), counts)).wait()
+        self.group.begin(
+            Call("all_gather", torch.tensor([part._nnz()]), counts)
+        ).wait()
         rows = int(counts.max())
         gathered = []
         for mine in (part.indices().T, part.values()):
@@ -467,8 +530,13 @@ class _Operators:
             padded[: len(mine)] = mine
             gathered.append(mine.new_empty((n * rows, *mine.shape[1:])))
             self.group.begin(Call("all_gather", padded, gathered[-1])).wait()
-        total = torch.sparse_coo_tensor(gathered[0].T, gathered[1], x.shape).coalesce()
-        with torch.no_grad(), _torch.autograd._unsafe_preserve_version_counter(x):
+        total = torch.sparse_coo_tensor(
+            gathered[0].T, gathered[1], x.shape
+        ).coalesce()
+        with (
+            torch.no_grad(),
+            _torch.autograd._unsafe_preserve_version_counter(x),
+        ):
             x.copy_(total)
 
 
@@ -510,7 +578,9 @@ def _install() -> None:
     _library = _torch.library.Library("c10d", "IMPL")
     for name in vars(_Operators):
         if not name.startswith("__") and hasattr(torch.ops.c10d, name):
-            _library.impl(name, _kernel(name), "BackendSelect", with_keyset=True)
+            _library.impl(
+                name, _kernel(name), "BackendSelect", with_keyset=True
+            )
 
 
 def _kernel(name: str) -> Callable[..., Any]:
@@ -524,15 +594,23 @@ def _kernel(name: str) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *given: Any) -> Any:
         args = (*given, *defaults[len(given) :])
-        here = keyset.has(_Key.CPU) or (takes_sparse and keyset.has(_Key.SparseCPU))
+        here = keyset.has(_Key.CPU) or (
+            takes_sparse and keyset.has(_Key.SparseCPU)
+        )
         group = _group_of(args[at]) if here else None
         if group is None:
             # Unlike calling a kernel directly, this releases the GIL, which gloo's
             # threads acquire while holding a lock that the call waits for.
             return own.redispatch(keyset & _BELOW, *args)
         passed = (*args[:at], *args[at + 1 : waits])
-        work: Any = group.call(name, passed, waits is not None and not args[waits])
-        return (args[0], work.boxed()) if len(schema.returns) == 2 else work.boxed()
+        work: Any = group.call(
+            name, passed, waits is not None and not args[waits]
+        )
+        return (
+            (args[0], work.boxed())
+            if len(schema.returns) == 2
+            else work.boxed()
+        )
 
     return kernel
 
@@ -545,7 +623,10 @@ def _group_of(boxed: Any) -> ShmProcessGroup | None:
     except KeyError:
         pass
     group = _groups.get(process_group.group_name)
-    if group is not None and process_group._get_backend(_CPU) is not group.backend:
+    if (
+        group is not None
+        and process_group._get_backend(_CPU) is not group.backend
+    ):
         group = None
     _known[process_group] = group
     if group is not None:
@@ -597,7 +678,11 @@ def _make(options: Any, _: Any) -> Any:
     if before is not None:
         before.leave()
     group = ShmProcessGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, name
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        name,
     )
     with _lock:
         _groups[name] = group

@@ -14,7 +14,9 @@ from torch import Tensor
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 OPS = ("sum", "average", "min", "max", "product")
-NOTHING = torch.empty(0)  # the tensor of a call that moves none, such as a barrier
+NOTHING = torch.empty(
+    0
+)  # the tensor of a call that moves none, such as a barrier
 
 
 class CommError(RuntimeError):
@@ -36,7 +38,9 @@ class Work:
         return True
 
 
-def signature(kind: str, op: str, at: int, numel: int, dtype: torch.dtype) -> str:
+def signature(
+    kind: str, op: str, at: int, numel: int, dtype: torch.dtype
+) -> str:
     """Return the readable text of a call that must be equal on every member of its
     group."""
     if kind in ("barrier", "split"):
@@ -71,7 +75,9 @@ class Call:
 
     def signature(self) -> str:
         """Return the text that must be equal on every member of the group."""
-        return signature(self.kind, self.op, self.at, self.x.numel(), self.x.dtype)
+        return signature(
+            self.kind, self.op, self.at, self.x.numel(), self.x.dtype
+        )
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor of this rank that the call reads or writes."""
@@ -86,7 +92,9 @@ def split_call(name: str, groups: Sequence[tuple[int, ...]]) -> Call:
     """Return the call that starts a split of a world into groups; all ranks name the
     same groups."""
     return Call(
-        "split", NOTHING, op=f"{name!r} into {[list(group) for group in groups]}"
+        "split",
+        NOTHING,
+        op=f"{name!r} into {[list(group) for group in groups]}",
     )
 
 
@@ -112,7 +120,11 @@ def equal_splits(
             f"all_to_all on {member.name}: {rows} rows do not divide by {member.size} ranks; "
             f"give {name}."
         )
-    counts = (rows // member.size,) * member.size if splits is None else tuple(splits)
+    counts = (
+        (rows // member.size,) * member.size
+        if splits is None
+        else tuple(splits)
+    )
     if len(counts) != member.size or sum(counts) != rows or min(counts) < 0:
         raise CommMisuse(
             f"all_to_all on {member.name}: {name} {list(counts)} must be {member.size} counts "
@@ -129,7 +141,9 @@ def check(member: Member, call: Call) -> None:
 
 def _reason_against(member: Member, call: Call) -> str:
     x, n = call.x, member.size
-    for tensor in (x,) if call.out is None and call.parts is None else call.tensors():
+    for tensor in (
+        (x,) if call.out is None and call.parts is None else call.tensors()
+    ):
         # gloo would silently use the first numel() elements of the storage.
         if not tensor.is_contiguous():
             shape = f"shape {list(tensor.shape)} and strides {list(tensor.stride())}"
@@ -137,7 +151,9 @@ def _reason_against(member: Member, call: Call) -> str:
         if tensor.dtype != x.dtype:
             return f"{tensor.dtype} and {x.dtype} in one call."
     if call.op and call.op not in OPS:
-        return f"no reduction is named {call.op!r}; there are {', '.join(OPS)}."
+        return (
+            f"no reduction is named {call.op!r}; there are {', '.join(OPS)}."
+        )
     whole = call.op == "average" and not x.dtype.is_floating_point
     if whole or (call.op == "sum" and x.dtype == torch.bool):
         return f"{call.op} of {x.dtype} is not defined; convert it first."
@@ -169,7 +185,9 @@ def _reason_against_sizes(member: Member, call: Call) -> str:
     return ""
 
 
-def disagreement(number: int, name: str, sides: Sequence[tuple[int, str]]) -> str:
+def disagreement(
+    number: int, name: str, sides: Sequence[tuple[int, str]]
+) -> str:
     """Describe calls of two ranks that do not match."""
     calls = ", ".join(f"rank {rank} is in {call}" for rank, call in sides)
     return (
@@ -182,9 +200,13 @@ def named(ranks: Sequence[int]) -> str:
     """Format ranks with a verb: rank 3 has; ranks 0-2, 5 have."""
     runs = [
         [rank for _, rank in run]
-        for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+        for _, run in groupby(
+            enumerate(ranks), key=lambda pair: pair[1] - pair[0]
+        )
     ]
-    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    names = [
+        str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs
+    ]
     more = [f"{len(names) - 8} more"] if len(names) > 8 else []
     text = ", ".join([*names[:8], *more])
     return f"rank {text} has" if len(ranks) == 1 else f"ranks {text} have"

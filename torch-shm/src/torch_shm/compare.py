@@ -47,9 +47,15 @@ def calls(
 
     return {
         "all_reduce": lambda: _dist.all_reduce(whole, group=group),
-        "all_gather": lambda: _dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: _dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_to_all": lambda: _dist.all_to_all_single(other, whole, group=group),
+        "all_gather": lambda: _dist.all_gather_into_tensor(
+            whole, part, group=group
+        ),
+        "reduce_scatter": lambda: _dist.reduce_scatter_tensor(
+            part, whole, group=group
+        ),
+        "all_to_all": lambda: _dist.all_to_all_single(
+            other, whole, group=group
+        ),
         "broadcast": lambda: _dist.broadcast(whole, 0, group=group),
         "send and receive": ring,
     }
@@ -74,7 +80,8 @@ def measure(rank: int, size: int, store: str, rounds: int) -> list[Timing]:
         "gloo", store=_dist.FileStore(store, size), rank=rank, world_size=size
     )
     groups = {
-        name: dist.new_group(list(range(size)), backend=name) for name in ("gloo", NAME)
+        name: dist.new_group(list(range(size)), backend=name)
+        for name in ("gloo", NAME)
     }
     timings = []
     for text, bytes_ in SIZES.items():
@@ -82,7 +89,8 @@ def measure(rank: int, size: int, store: str, rounds: int) -> list[Timing]:
         whole, other = torch.ones(numel), torch.ones(numel)
         part = torch.ones(numel // size)
         ways = {
-            name: calls(whole, part, other, group) for name, group in groups.items()
+            name: calls(whole, part, other, group)
+            for name, group in groups.items()
         }
         for kind in ways[NAME]:
             times: dict[str, list[float]] = {name: [] for name in ways}
@@ -90,7 +98,9 @@ def measure(rank: int, size: int, store: str, rounds: int) -> list[Timing]:
                 for name, way in ways.items():
                     times[name].append(seconds(way[kind]))
                     whole.fill_(1.0)
-            gloo, shm = (statistics.median(times[name][1:]) for name in ("gloo", NAME))
+            gloo, shm = (
+                statistics.median(times[name][1:]) for name in ("gloo", NAME)
+            )
             timings.append((kind, text, gloo, shm))
     dist.destroy_process_group()
     return timings
@@ -102,24 +112,33 @@ def table(timings: list[Timing]) -> str:
     kinds = list(dict.fromkeys(kind for kind, _, _, _ in timings))
     cells = {(kind, size): (gloo, shm) for kind, size, gloo, shm in timings}
     lines = [
-        "microseconds, gloo / shm".ljust(26) + "".join(size.rjust(20) for size in SIZES)
+        "microseconds, gloo / shm".ljust(26)
+        + "".join(size.rjust(20) for size in SIZES)
     ]
     for kind in kinds:
         pairs = [cells[kind, size] for size in SIZES]
-        texts = [f"{gloo * 1e6:,.0f} / {shm * 1e6:,.0f}" for gloo, shm in pairs]
-        lines.append(kind.ljust(26) + "".join(text.rjust(20) for text in texts))
+        texts = [
+            f"{gloo * 1e6:,.0f} / {shm * 1e6:,.0f}" for gloo, shm in pairs
+        ]
+        lines.append(
+            kind.ljust(26) + "".join(text.rjust(20) for text in texts)
+        )
     return "\n".join(lines)
 
 
 def _rank(rank: int, size: int, store: str, rounds: int) -> None:
     timings = measure(rank, size, store, rounds)
     if rank == 0:
-        print(f"{size} ranks, {os.cpu_count()} cores, median of {rounds} rounds")
+        print(
+            f"{size} ranks, {os.cpu_count()} cores, median of {rounds} rounds"
+        )
         print(table(timings))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m torch_shm", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_shm", description=__doc__
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()

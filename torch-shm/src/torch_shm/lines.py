@@ -103,7 +103,9 @@ class SmallSum(NamedTuple):
     signature: tuple[bytes, int]
     mine: Tensor
     parts: list[Tensor]  # of all members, in group order
-    step: Callable[..., Tensor] | None  # reduces two parts, if there are just two
+    step: (
+        Callable[..., Tensor] | None
+    )  # reduces two parts, if there are just two
 
 
 class Collectives(Line):
@@ -111,22 +113,32 @@ class Collectives(Line):
     each area."""
 
     def __init__(
-        self, arena: Arena, segment: int, name: str, ranks: tuple[int, ...], number: int
+        self,
+        arena: Arena,
+        segment: int,
+        name: str,
+        ranks: tuple[int, ...],
+        number: int,
     ) -> None:
         super().__init__(name, number)
         self.arena, self.ranks = arena, ranks
         self.size = len(ranks)
         self.rank = ranks.index(arena.rank)
-        self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.others = [
+            (self.rank + i) % self.size for i in range(1, self.size)
+        ]
         self.chunk = arena.extent.chunk
         self.made = 0
         starts = [arena.segment(rank, segment) for rank in ranks]
         header = whole(arena.extent.header, LINE)
-        self._headers = [(start + LINE, start + LINE + header) for start in starts]
+        self._headers = [
+            (start + LINE, start + LINE + header) for start in starts
+        ]
         self.queues = [start + LINE + 2 * header for start in starts]
         buffers = whole(LINE + 2 * header + LINE * arena.extent.ranks, PAGE)
         self._buffers = [
-            (start + buffers, start + buffers + 2 * self.chunk) for start in starts
+            (start + buffers, start + buffers + 2 * self.chunk)
+            for start in starts
         ]
         self._words = arena.words
         self._flag = starts[self.rank] >> 3
@@ -143,7 +155,9 @@ class Collectives(Line):
         # Without `self`: a reference cycle would keep the memory mapped until garbage
         # collection.
         self.view = lru_cache(2000)(partial(_view, arena, self._buffers))
-        self._small: dict[tuple[str, torch.Size, torch.dtype, int], SmallSum] = {}
+        self._small: dict[
+            tuple[str, torch.Size, torch.dtype, int], SmallSum
+        ] = {}
 
     # ---- memory of a call's rounds
 
@@ -151,7 +165,9 @@ class Collectives(Line):
         """Return memory in this rank's buffer for the next round."""
         return self.view(self.rank, (self.count + 1) & 1, at, numel, dtype)
 
-    def theirs(self, i: int, at: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def theirs(
+        self, i: int, at: int, numel: int, dtype: torch.dtype
+    ) -> Tensor:
         """Return memory that rank i wrote in the round that all have reached."""
         return self.view(i, self.count & 1, at, numel, dtype)
 
@@ -223,7 +239,9 @@ class Collectives(Line):
     def absent(self) -> list[int]:
         flags = zip(self.others, self._flags, strict=True)
         return sorted(
-            self.ranks[i] for i, flag in flags if self._words[flag] < self.count
+            self.ranks[i]
+            for i, flag in flags
+            if self._words[flag] < self.count
         )
 
     def _start(self) -> None:
@@ -259,7 +277,9 @@ class Collectives(Line):
         keep_order()
         self._words[self._flag] = self.count
 
-    def small_all_reduce(self, x: Tensor, op: str, wait: Callable[[], None]) -> bool:
+    def small_all_reduce(
+        self, x: Tensor, op: str, wait: Callable[[], None]
+    ) -> bool:
         """Make a small all-reduce in one round, with as little Python as possible.
 
         It is waited for at once, as tensor parallelism of small models does. Returns
@@ -301,7 +321,8 @@ class Collectives(Line):
         if refused or not 0 < n * x.itemsize <= rounds.SMALL:
             return None
         parts = [
-            self.view(i, key[3], 0, n, x.dtype).view(x.shape) for i in range(self.size)
+            self.view(i, key[3], 0, n, x.dtype).view(x.shape)
+            for i in range(self.size)
         ]
         plain = self.size == 2 and x.dtype not in HALVES and op != "average"
         signature = _signature(Call("all_reduce", x, op=op))
@@ -337,7 +358,10 @@ class Collectives(Line):
         splits = [self.splits(i) for i in range(self.size)]
         n, me = self.size, self.rank
         for i in self.others:
-            if splits[i][me] != splits[me][n + i] or splits[me][i] != splits[i][n + me]:
+            if (
+                splits[i][me] != splits[me][n + i]
+                or splits[me][i] != splits[i][n + me]
+            ):
                 self._disagree(i, " (sends {}, takes {} rows)")
 
     def _disagree(self, other: int, more: str) -> None:
@@ -352,7 +376,12 @@ class Collectives(Line):
 
 
 def _view(
-    arena: Arena, buffers: list[tuple[int, int]], i: int, turn: int, at: int, *kind: Any
+    arena: Arena,
+    buffers: list[tuple[int, int]],
+    i: int,
+    turn: int,
+    at: int,
+    *kind: Any,
 ) -> Tensor:
     """Return memory in one of the two buffers of rank i."""
     return arena.at(buffers[i][turn] + at, *kind)
@@ -387,9 +416,9 @@ class Inbox:
         none."""
         while message := self._words[(self._last >> 3) + NEXT]:
             keep_order()
-            self._unread.setdefault(self._words[(message >> 3) + TAG], deque()).append(
-                message
-            )
+            self._unread.setdefault(
+                self._words[(message >> 3) + TAG], deque()
+            ).append(message)
             self._words[(message >> 3) + STATE] = SEEN
             self._last = message
         messages = self._unread.get(tag)
@@ -401,7 +430,9 @@ class Inbox:
     def take(self, message: int, tag: int, x: Tensor) -> None:
         """Copy a message to x. Afterwards its memory belongs to the sender again."""
         with torch.no_grad():
-            x.view(-1).copy_(self._arena.at(message + PAYLOAD, x.numel(), x.dtype))
+            x.view(-1).copy_(
+                self._arena.at(message + PAYLOAD, x.numel(), x.dtype)
+            )
         keep_order()
         self._words[(message >> 3) + STATE] = READ
         self.read += 1
@@ -415,10 +446,16 @@ class Receives(Line):
 
     collective = False
 
-    def __init__(self, group: Collectives, inboxes: list[Inbox], tag: int) -> None:
+    def __init__(
+        self, group: Collectives, inboxes: list[Inbox], tag: int
+    ) -> None:
         super().__init__(group.name, group.number)
         self.any_of_them = len(inboxes) > 1
-        self._inboxes, self._tag, self._me = inboxes, tag, group.ranks[group.rank]
+        self._inboxes, self._tag, self._me = (
+            inboxes,
+            tag,
+            group.ranks[group.rank],
+        )
 
     def ready(self) -> bool:
         return any(inbox.first(self._tag) for inbox in self._inboxes)
@@ -456,7 +493,11 @@ class Outbox:
         """Write a message and append it to the queue."""
         # The receiver finds the next message through the last one that it saw, which
         # must stay.
-        while len(self._sent) > 1 and self._state(0) == READ and self._state(1) >= SEEN:
+        while (
+            len(self._sent) > 1
+            and self._state(0) == READ
+            and self._state(1) >= SEEN
+        ):
             self._arena.heap.give(*self._sent.popleft())
         x = call.x.detach().view(-1)
         size = PAYLOAD + x.numel() * x.itemsize
@@ -467,12 +508,18 @@ class Outbox:
                 "far behind, or the machine's shared memory cannot grow: use backend gloo."
             )
         word = message >> 3
-        self._words[word + NEXT], self._words[word + STATE], self._words[word + TAG] = (
+        (
+            self._words[word + NEXT],
+            self._words[word + STATE],
+            self._words[word + TAG],
+        ) = (
             0,
             SENT,
             tag,
         )
-        self._arena.write_text(message + LINE, call.signature(), PAYLOAD - LINE)
+        self._arena.write_text(
+            message + LINE, call.signature(), PAYLOAD - LINE
+        )
         with torch.no_grad():
             self._arena.at(message + PAYLOAD, x.numel(), x.dtype).copy_(x)
         keep_order()

@@ -47,7 +47,9 @@ def _places(
     return None if NOWHERE in places.values() else places
 
 
-def _shared(t: "Collectives", x: Tensor) -> Generator[bool, None, list[Tensor] | None]:
+def _shared(
+    t: "Collectives", x: Tensor
+) -> Generator[bool, None, list[Tensor] | None]:
     """Return all ranks' tensors, if `_places` finds all of them in shared memory."""
     places = yield from _places(t, x, range(t.size))
     if places is None or min(places.values()) < 0:
@@ -61,7 +63,9 @@ def _all_reduce(t: "Collectives", call: Call) -> Iterator[bool]:
         t.mine(0, x.numel(), x.dtype).copy_(x)
         yield False
         reduce_into(
-            x, [t.theirs(i, 0, x.numel(), x.dtype) for i in range(t.size)], call.op
+            x,
+            [t.theirs(i, 0, x.numel(), x.dtype) for i in range(t.size)],
+            call.op,
         )
         return
     xs = yield from _shared(t, x)
@@ -102,7 +106,8 @@ def _reduce_chunks(t: "Collectives", x: Tensor, op: str) -> Iterator[bool]:
             # Written where the others read it in the next round, then to x.
             total = t.mine(t.chunk, n, dtype)
             came = [
-                own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)
+                own if i == me else t.theirs(i, at, n, dtype)
+                for i in range(t.size)
             ]
             reduce_into(total, came, op)
             own.copy_(total)
@@ -114,7 +119,12 @@ def _reduce_chunks(t: "Collectives", x: Tensor, op: str) -> Iterator[bool]:
 
 def _reduce_scatter(t: "Collectives", call: Call) -> Iterator[bool]:
     assert call.out is not None
-    me, out, dtype, byte = t.rank, call.out.view(-1), call.x.dtype, call.x.itemsize
+    me, out, dtype, byte = (
+        t.rank,
+        call.out.view(-1),
+        call.x.dtype,
+        call.x.itemsize,
+    )
     rows = call.x.view(t.size, out.numel())
     xs = yield from _shared(t, call.x)
     if xs is not None:
@@ -137,7 +147,10 @@ def _reduce_scatter(t: "Collectives", call: Call) -> Iterator[bool]:
         at = me * width * byte
         reduce_into(
             total,
-            [own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)],
+            [
+                own if i == me else t.theirs(i, at, n, dtype)
+                for i in range(t.size)
+            ],
             call.op,
         )
 
@@ -159,7 +172,9 @@ def _reduce(t: "Collectives", call: Call) -> Iterator[bool]:
 
 def _broadcast(t: "Collectives", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
-    yield from _collect(t, x, [call.at], {} if t.rank == call.at else {call.at: x})
+    yield from _collect(
+        t, x, [call.at], {} if t.rank == call.at else {call.at: x}
+    )
 
 
 def _all_gather(t: "Collectives", call: Call) -> Iterator[bool]:
@@ -201,7 +216,9 @@ def _collect(
             t.mine(0, n, x.dtype).copy_(part)
         yield False
         for i in others:
-            rows[i][k * width : k * width + n].copy_(t.theirs(i, 0, n, x.dtype))
+            rows[i][k * width : k * width + n].copy_(
+                t.theirs(i, 0, n, x.dtype)
+            )
 
 
 def _scatter(t: "Collectives", call: Call) -> Iterator[bool]:
@@ -242,13 +259,21 @@ def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
         if not k:
             taken[t.rank].copy_(stretches[t.rank])
             sent = [t.splits(i)[: t.size] for i in range(t.size)]
-            apart = (n for i, to in enumerate(sent) for j, n in enumerate(to) if i != j)
+            apart = (
+                n
+                for i, to in enumerate(sent)
+                for j, n in enumerate(to)
+                if i != j
+            )
             longest = row * max(apart, default=0)
             places = [t.place(i) for i in range(t.size)]
             if longest > width and NOWHERE not in places:
                 for i in t.others:
                     t.fetch(
-                        i, places[i], taken[i], skip=row * byte * sum(sent[i][: t.rank])
+                        i,
+                        places[i],
+                        taken[i],
+                        skip=row * byte * sum(sent[i][: t.rank]),
                     )
                 yield False
                 return

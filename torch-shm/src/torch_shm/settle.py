@@ -37,7 +37,9 @@ def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:
     if total.dtype in HALVES or aside:
         dtype = torch.float32 if total.dtype in HALVES else total.dtype
         wide = first.to(dtype, copy=True)
-        reduce_into(wide, [wide, *(part.to(wide.dtype) for part in others)], op)
+        reduce_into(
+            wide, [wide, *(part.to(wide.dtype) for part in others)], op
+        )
         total.copy_(wide)
         return
     step = STEPS[op]
@@ -73,7 +75,9 @@ def settle(calls: Sequence[Call]) -> None:
             for i, x in enumerate(xs):
                 for out in outs:
                     part = _rows(out, n)[i]
-                    if part.data_ptr() != x.data_ptr():  # x may be a part of out
+                    if (
+                        part.data_ptr() != x.data_ptr()
+                    ):  # x may be a part of out
                         part.copy_(x.flatten())
         case "reduce_scatter":
             rows = [_rows(x, n) for x in xs]
@@ -84,7 +88,9 @@ def settle(calls: Sequence[Call]) -> None:
             for out, total in zip(outs, totals, strict=True):
                 out.copy_(total.view_as(out))
         case "all_to_all":
-            parts = [torch.split(call.x, list(call.in_splits)) for call in calls]
+            parts = [
+                torch.split(call.x, list(call.in_splits)) for call in calls
+            ]
             for j, out in enumerate(outs):
                 taken = torch.split(out, list(calls[j].out_splits))
                 for into, sent in zip(taken, parts, strict=True):

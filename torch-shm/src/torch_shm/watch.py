@@ -50,7 +50,9 @@ class CommTimeout(CommError):
 class Watch:
     """The waiting of one rank, and its view of what the others are doing."""
 
-    watched = False  # by an external process, which knows more about stopped ranks
+    watched = (
+        False  # by an external process, which knows more about stopped ranks
+    )
 
     def __init__(self, arena: Arena, size: int, timeout: float) -> None:
         self._arena, self._size, self._timeout = arena, size, timeout
@@ -68,12 +70,20 @@ class Watch:
 
     def try_reading(self) -> None:
         """Record whether this process can read the memory of all others."""
-        self._words[self._page + READS] = all(map(self._reads, range(self._size)))
+        self._words[self._page + READS] = all(
+            map(self._reads, range(self._size))
+        )
 
     def _reads(self, rank: int) -> bool:
         page, seen = self._arena.page(rank), torch.zeros(1, dtype=torch.int64)
-        pid, base = self._words[(page >> 3) + PID], self._words[(page >> 3) + BASE]
-        return direct.readable(pid, base + page + 8 * PID, seen) and int(seen) == pid
+        pid, base = (
+            self._words[(page >> 3) + PID],
+            self._words[(page >> 3) + BASE],
+        )
+        return (
+            direct.readable(pid, base + page + 8 * PID, seen)
+            and int(seen) == pid
+        )
 
     def processes(self) -> list[int]:
         """Return the process ids of all ranks if all can read each other, else []."""
@@ -109,7 +119,9 @@ class Watch:
             if waited > SLEEP_AFTER:
                 time.sleep(min(waited / 10, LONGEST_SLEEP))
             elif waited > YIELD_AFTER or self._spin < 10:
-                os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
+                os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(
+                    0
+                )
             if now > look:
                 look = now + LOOK_EVERY
                 # The message may have arrived before its sender ended: check again what
@@ -148,16 +160,24 @@ class Watch:
         for."""
         absent = line.absent()
         reasons = [
-            text for rank in absent if (text := self._end_of(rank, line)) is not None
+            text
+            for rank in absent
+            if (text := self._end_of(rank, line)) is not None
         ]
-        if reasons and len(reasons) >= (len(absent) if line.any_of_them else 1):
+        if reasons and len(reasons) >= (
+            len(absent) if line.any_of_them else 1
+        ):
             return reasons[0]
-        return self._late(line, self._timeout) if waited > self._timeout else None
+        return (
+            self._late(line, self._timeout) if waited > self._timeout else None
+        )
 
     def _end_of(self, rank: int, line: Line) -> str | None:
         page = self._arena.page(rank)
         words, word = self._words, page >> 3
-        if words[word + BROKEN] >= (COLLECTIVES if line.collective else EVERYTHING):
+        if words[word + BROKEN] >= (
+            COLLECTIVES if line.collective else EVERYTHING
+        ):
             return self._arena.read_text(page + TEXT)
         if words[word + STATE] == LEFT:
             return f"rank {rank} has left and makes no further call; {self._doings()}"
@@ -170,7 +190,8 @@ class Watch:
         if state != "T" or self.watched:
             self._standing.pop(rank, None)
         elif (
-            time.monotonic() - self._standing.setdefault(rank, time.monotonic())
+            time.monotonic()
+            - self._standing.setdefault(rank, time.monotonic())
             > STANDSTILL
         ):
             return f"rank {rank} does not answer, its process {pid} has been stopped; {self._doings()}"
@@ -186,7 +207,11 @@ class Watch:
         for rank in range(self._size):
             doing = self._words[(self._arena.page(rank) >> 3) + DOING]
             number, kind = doing >> 8, KINDS[doing & 255]
-            name = self.names[number] if number < len(self.names) else f"group {number}"
+            name = (
+                self.names[number]
+                if number < len(self.names)
+                else f"group {number}"
+            )
             calls.append(
                 f"rank {rank} was in {f'{kind} on {name}' if doing & 255 else 'no call'}"
             )

@@ -72,7 +72,9 @@ class SharedGroup:
     def small_all_reduce(self, x: Tensor, op: str) -> bool:
         """Make a small all-reduce and wait for it; return False, having done nothing,
         if it is not one."""
-        return self.size > 1 and self._world.small_all_reduce(self._collectives, x, op)
+        return self.size > 1 and self._world.small_all_reduce(
+            self._collectives, x, op
+        )
 
     def _send(self, call: Call, tag: int) -> Work:
         """Send `call.x` to a rank, in order with earlier messages of the same tag."""
@@ -133,7 +135,9 @@ class SharedWorld:
         self._everyone = Collectives(
             self.arena, 0, "the world", tuple(range(self.size)), 0
         )
-        self._lines = {} if lines is None else lines  # lines with pending calls
+        self._lines = (
+            {} if lines is None else lines
+        )  # lines with pending calls
         self._lock = lock or threading.RLock()
         # Segments by number of the split: equal on every rank, since all split and
         # close in the same order.
@@ -148,7 +152,9 @@ class SharedWorld:
         self._meet(_BARRIER)
         self.arena.processes = self.watch.processes()
 
-    def split(self, name: str, groups: Sequence[tuple[int, ...]]) -> SharedGroup:
+    def split(
+        self, name: str, groups: Sequence[tuple[int, ...]]
+    ) -> SharedGroup:
         """Return this rank's group. Every rank calls this with the same groups in the
         same order."""
         # Nobody passes this before all have closed the previous users of these
@@ -207,7 +213,10 @@ class SharedWorld:
 
     def advance(self) -> bool:
         """Advance every line once; return True if something moved."""
-        return sum(world.move(line) for line, world in tuple(self._lines.items())) > 0
+        return (
+            sum(world.move(line) for line, world in tuple(self._lines.items()))
+            > 0
+        )
 
     def wait_for(self, work: SharedWork, limit: float | None = None) -> None:
         """Wait until a call has ended. Meanwhile all other calls of this rank progress,
@@ -278,7 +287,9 @@ class SharedWorld:
         """Make no further calls. Waits for nobody, as the other ranks may be gone
         already."""
         with self._lock:
-            for line in [line for line, world in self._lines.items() if world is self]:
+            for line in [
+                line for line, world in self._lines.items() if world is self
+            ]:
                 del self._lines[line]
         self.watch.leave()
 

@@ -22,7 +22,11 @@ def attend(
 ) -> None:
     """Attention of this rank's tokens, forward and backward, and the claim that it is plain attention."""
     lab.size.part("width", 0, HEADS)  # refuses what does not divide
-    shape = HEADS, lab.size.batch, lab.size.width // HEADS  # (heads, tokens, head_dim)
+    shape = (
+        HEADS,
+        lab.size.batch,
+        lab.size.width // HEADS,
+    )  # (heads, tokens, head_dim)
     q, k, v = whole = [draw(i, *shape).requires_grad_() for i in (1, 2, 3)]
     own = lab.part("batch")
     qkv = [x[:, own].detach().contiguous().requires_grad_() for x in whole]
@@ -66,7 +70,9 @@ def block(
     """
 
     def heads(t: Tensor) -> Tensor:
-        return t.view(len(t), HEADS, -1).transpose(0, 1)  # (heads, tokens, head_dim)
+        return t.view(len(t), HEADS, -1).transpose(
+            0, 1
+        )  # (heads, tokens, head_dim)
 
     h = normed(x, w["norm"])
     q = heads(h @ w["q"])
@@ -76,7 +82,9 @@ def block(
     p = masked(scores, first).softmax(-1)
     x = x + (p @ v).transpose(0, 1).flatten(1) @ w["out"]
     return (
-        x + torch.nn.functional.gelu(normed(x, w["norm of mlp"]) @ w["up"]) @ w["down"]
+        x
+        + torch.nn.functional.gelu(normed(x, w["norm of mlp"]) @ w["up"])
+        @ w["down"]
     )
 
 
@@ -97,7 +105,9 @@ def context_parallel(lab: Lab) -> None:
     size.part("width", 0, HEADS)  # refuses what does not divide
     scale, square = size.width**-0.5, (size.width, size.width)
     names = "q", "k", "v", "out", "up", "down"
-    plain = {name: scale * draw(70 + i, *square) for i, name in enumerate(names)}
+    plain = {
+        name: scale * draw(70 + i, *square) for i, name in enumerate(names)
+    }
     plain |= {
         name: 1 + 0.1 * draw(80 + len(name), size.width)
         for name in ("norm", "norm of mlp")
@@ -110,7 +120,9 @@ def context_parallel(lab: Lab) -> None:
     # the keys and values of earlier tokens, which other ranks have. Here all are gathered; a ring
     # passes them round.
     lab.step("forward: own tokens, keys and values of all", tokens=tokens[own])
-    y = block(tokens[own], weights, own.start, lambda x: gather_sum(x, lab.group, 0))
+    y = block(
+        tokens[own], weights, own.start, lambda x: gather_sum(x, lab.group, 0)
+    )
     loss = y.square().sum() / tokens.numel()
     lab.after(y=y, own_part_of_the_loss=loss)
     alone = {name: w.clone().requires_grad_() for name, w in plain.items()}
@@ -123,7 +135,9 @@ def context_parallel(lab: Lab) -> None:
     # and MLP alike.
     lab.step("backward: a part of each gradient", own_part_of_the_loss=loss)
     torch.autograd.backward(loss)
-    gradients = {name: w.grad for name, w in weights.items() if w.grad is not None}
+    gradients = {
+        name: w.grad for name, w in weights.items() if w.grad is not None
+    }
     lab.after(**{f"gradient of {name}": g for name, g in gradients.items()})
     torch.autograd.backward(whole.square().mean())
     parts = gradients["norm"].clone()
@@ -136,13 +150,18 @@ def context_parallel(lab: Lab) -> None:
     lab.after(**{f"gradient of {name}": g for name, g in gradients.items()})
     for name, w in alone.items():
         lab.claim(
-            f"gradient of {name}: the sum is one process's", gradients[name], w.grad
+            f"gradient of {name}: the sum is one process's",
+            gradients[name],
+            w.grad,
         )
     far = (parts - gradients["norm"]).abs().max()
     off = far > 1e-6 * gradients["norm"].abs().max()
     lab.claim("before the sum it was only a part", bool(off) or n == 1)
     numbers = sum(w.nbytes for w in plain.values())
-    formula = 2 * (n - 1) / n * numbers + 4 * (n - 1) * 8 * size.width * size.batch / n
+    formula = (
+        2 * (n - 1) / n * numbers
+        + 4 * (n - 1) * 8 * size.width * size.batch / n
+    )
     lab.claim(
         "it sent gradients as data parallel; keys, values and theirs",
         lab.sent(),
@@ -171,7 +190,9 @@ def ring_attention(lab: Lab) -> None:
     loss = 2 * (n - 1) / n * 8
     formula = (4 * (n - 1) + gradients) * block + loss
     lab.claim(
-        "it sent keys and values twice, their gradients once", lab.sent(), formula
+        "it sent keys and values twice, their gradients once",
+        lab.sent(),
+        formula,
     )
 
 
@@ -187,11 +208,15 @@ class RingAttention(torch.autograd.Function):
         log_sum = q.new_full((*q.shape[:2], 1), -torch.inf)
         for hop in range(lab.n):
             source, last = (lab.rank - hop) % lab.n, hop == lab.n - 1
-            arriving, works = ([k, v], []) if last else pass_on(lab.group, k, v)
+            arriving, works = (
+                ([k, v], []) if last else pass_on(lab.group, k, v)
+            )
             if source <= lab.rank:  # later ranks have only later keys
                 with lab.doing(f"keys of {source}"):
                     s = scores(lab, q, k, source)
-                    total = torch.logaddexp(log_sum, s.logsumexp(-1, keepdim=True))
+                    total = torch.logaddexp(
+                        log_sum, s.logsumexp(-1, keepdim=True)
+                    )
                     out = out * (log_sum - total).exp() + (s - total).exp() @ v
                     log_sum = total
             for work in works:
@@ -204,7 +229,11 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        lab, (q, k, v, out, log_sum), (g,) = ctx.lab, ctx.saved_tensors, gradients
+        lab, (q, k, v, out, log_sum), (g,) = (
+            ctx.lab,
+            ctx.saved_tensors,
+            gradients,
+        )
         gq, gk, gv = (torch.zeros_like(x) for x in (q, k, v))
         inner = (g * out).sum(-1, keepdim=True)
         for hop in range(lab.n):
@@ -218,7 +247,9 @@ class RingAttention(torch.autograd.Function):
                     gv += p.mT @ g
             # Keys and values are not needed after the last round; their gradients must still get home.
             moving = (gk, gv) if hop == lab.n - 1 else (gk, gv, k, v)
-            arriving, works = pass_on(lab.group, *moving) if lab.n > 1 else (moving, [])
+            arriving, works = (
+                pass_on(lab.group, *moving) if lab.n > 1 else (moving, [])
+            )
             for work in works:
                 work.wait()
             gk, gv, k, v = (*arriving, k, v)[:4]
@@ -232,7 +263,9 @@ def scores(lab: Lab, q: Tensor, k: Tensor, source: int) -> Tensor:
     return masked(scores, (lab.rank - source) * q.shape[1])
 
 
-def pass_on(group: Group, *tensors: Tensor) -> tuple[Sequence[Tensor], list[Work]]:
+def pass_on(
+    group: Group, *tensors: Tensor
+) -> tuple[Sequence[Tensor], list[Work]]:
     """Send to the next rank. Return the tensors arriving from the previous one, and the
     pending receives."""
     n, rank = group.size, group.rank
@@ -277,6 +310,9 @@ def ulysses(lab: Lab) -> None:
     title = "forward: to heads, attention, back to tokens"
     attend(lab, (title, "backward: the same exchanges in reverse"), attention)
     formula = (
-        8 * (n - 1) / n * lab.size.batch * lab.size.width / n * 8 + 2 * (n - 1) / n * 8
+        8 * (n - 1) / n * lab.size.batch * lab.size.width / n * 8
+        + 2 * (n - 1) / n * 8
     )
-    lab.claim("it sent (n-1)/n of its numbers eight times", lab.sent(), formula)
+    lab.claim(
+        "it sent (n-1)/n of its numbers eight times", lab.sent(), formula
+    )

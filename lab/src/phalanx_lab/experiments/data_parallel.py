@@ -43,17 +43,23 @@ def data_parallel(lab: Lab) -> None:
     # so the copies stay equal. The gradient of the last layer is ready first. The second form
     # starts its all-reduce at once and continues with the layer below: each message travels while
     # the rest of backward computes.
-    def train_step(weights: list[Tensor], overlapped: bool, step: int) -> Result:
+    def train_step(
+        weights: list[Tensor], overlapped: bool, step: int
+    ) -> Result:
         works: list[Work] = []
 
         def ready(layer: int, gradient: Tensor) -> Tensor:
             if layer == 0:
                 own.append(gradient.clone())
             if overlapped:
-                works.append(lab.group.all_reduce(gradient, "average", wait=False))
+                works.append(
+                    lab.group.all_reduce(gradient, "average", wait=False)
+                )
             return gradient
 
-        loss, gradients = lab.gradients(weights, lab.rows(step), gradient=ready)
+        loss, gradients = lab.gradients(
+            weights, lab.rows(step), gradient=ready
+        )
         for work in works:
             work.wait()
         lab.average([] if overlapped else gradients)
@@ -63,18 +69,28 @@ def data_parallel(lab: Lab) -> None:
     loss, want = gradients_of(start(lab.size), lab.rows(0))
     for how in forms:
         weights = start(lab.size)
-        losses = lab.train(partial(train_step, weights, how != ""), weights, how=how)
-        lab.claim(f"the first loss{how} is that of its own rows", losses[0], loss)
-        lab.claim(
-            f"its own gradient{how} is that of its rows", own[-lab.size.steps], want[0]
+        losses = lab.train(
+            partial(train_step, weights, how != ""), weights, how=how
         )
-        others = lab.everyone(loss.new_tensor(losses)).T.tolist()  # (steps, ranks)
+        lab.claim(
+            f"the first loss{how} is that of its own rows", losses[0], loss
+        )
+        lab.claim(
+            f"its own gradient{how} is that of its rows",
+            own[-lab.size.steps],
+            want[0],
+        )
+        others = lab.everyone(
+            loss.new_tensor(losses)
+        ).T.tolist()  # (steps, ranks)
         lab.claim(
             f"every rank has another loss{how}",
             all(len(set(row)) == n for row in others),
         )
     formula = len(forms) * lab.size.steps * 2 * (n - 1) / n * lab.size.bytes
-    lab.claim("it sent 2(n-1)/n of the gradients in each step", lab.sent(), formula)
+    lab.claim(
+        "it sent 2(n-1)/n of the gradients in each step", lab.sent(), formula
+    )
 
 
 def threads_data_parallel(lab: Lab) -> None:
@@ -93,15 +109,21 @@ def threads_data_parallel(lab: Lab) -> None:
     # One process drives n devices; the other ranks of this lab wait. Without several GPUs the
     # devices are the CPU under n names: copies are real, the devices are not.
     weights, copied, serial = start(size), 0, 0.0
-    lab.step("rank 0 drives all devices, the other ranks wait", weights=weights)
+    lab.step(
+        "rank 0 drives all devices, the other ranks wait", weights=weights
+    )
     begin = time.perf_counter()
     for step in range(size.steps) if lab.rank == 0 else ():
-        loss, gradients, moved, idle = replicated(lab, weights, batch(size, step))
+        loss, gradients, moved, idle = replicated(
+            lab, weights, batch(size, step)
+        )
         update(weights, gradients)
         copied, serial = copied + moved, serial + idle
         lab.claim("the loss is one process's", loss, alone.losses[step])
         if step == 0:
-            lab.claim("gradients are one process's", gradients, alone.gradients)
+            lab.claim(
+                "gradients are one process's", gradients, alone.gradients
+            )
     threaded = time.perf_counter() - begin
     lab.after(weights=weights)
     want = start(size) if lab.rank else alone.weights
@@ -119,7 +141,9 @@ def threads_data_parallel(lab: Lab) -> None:
     lab.after(weights=by_rank)
     lab.claim("both ways train alike", by_rank, alone.weights)
     formula = size.steps * 2 * (n - 1) / n * size.bytes
-    lab.claim("it sent 2(n-1)/n of the weights in each step", lab.sent(), formula)
+    lab.claim(
+        "it sent 2(n-1)/n of the weights in each step", lab.sent(), formula
+    )
 
     # Why it is slower does not depend on the machine: the bytes through the busiest device, which
     # decide how long messages take, are more than n times as many; and while they are copied, and
@@ -127,18 +151,25 @@ def threads_data_parallel(lab: Lab) -> None:
     if lab.rank == 0:
         rows = 8 * size.batch * size.width * (n - 1) // n
         formula = size.steps * (2 * (n - 1) * size.bytes + rows)
-        lab.claim("the first device moved 2(n-1) times the weights", copied, formula)
         lab.claim(
-            "that is n times what one rank sends, or more", copied >= n * lab.sent()
+            "the first device moved 2(n-1) times the weights", copied, formula
+        )
+        lab.claim(
+            "that is n times what one rank sends, or more",
+            copied >= n * lab.sent(),
         )
         busiest = [
             ("a thread for each", copied),
             ("a rank for each", round(lab.sent())),
         ]
-        table = [(how, f"{sent:,}", f"{sent / 50e6:,.2f}") for how, sent in busiest]
+        table = [
+            (how, f"{sent:,}", f"{sent / 50e6:,.2f}") for how, sent in busiest
+        ]
         header = ("devices are driven by", "bytes", "ms at 50 GB/s")
         lab.table(
-            f"through the busiest of {n} devices, {size.steps} steps", header, table
+            f"through the busiest of {n} devices, {size.steps} steps",
+            header,
+            table,
         )
         share = f"{serial / threaded:.0%}"
         lab.note(
@@ -153,14 +184,17 @@ def replicated(
     that it worked alone."""
     gpus, begin = torch.cuda.device_count(), time.perf_counter()
     devices = [
-        torch.device("cuda", i % gpus) if gpus > 1 else "cpu" for i in range(lab.n)
+        torch.device("cuda", i % gpus) if gpus > 1 else "cpu"
+        for i in range(lab.n)
     ]
     with lab.doing("copy the weights"):
         # rank 0's part ends where the next begins
         rows = torch.split(x, lab.part("batch").stop)
         parts = [part.to(at) for part, at in zip(rows, devices, strict=True)]
         # A copy even where source and device are one memory: a replica is a replica.
-        replicas = [[w.to(at, copy=True) for w in weights] for at in devices[1:]]
+        replicas = [
+            [w.to(at, copy=True) for w in weights] for at in devices[1:]
+        ]
     copied = time.perf_counter()
     with lab.doing("all devices"), ThreadPoolExecutor(lab.n) as threads:
         found = threads.map(gradients_of, [weights, *replicas], parts)
@@ -221,22 +255,34 @@ def sampler(lab: Lab) -> None:
                 lab.group.all_reduce(g)
             update(weights, gradients)
             lab.after(
-                own_loss=loss.item(), loss=total[0] / total[1], mean_of_means=mean
+                own_loss=loss.item(),
+                loss=total[0] / total[1],
+                mean_of_means=mean,
             )
 
             want, wanted = gradients_of(alone, data[chosen])
             update(alone, wanted)
-            lab.claim("the loss is that over all samples", total[0] / total[1], want)
-            lab.claim("gradients are those over all samples", gradients, wanted)
+            lab.claim(
+                "the loss is that over all samples", total[0] / total[1], want
+            )
+            lab.claim(
+                "gradients are those over all samples", gradients, wanted
+            )
             even = len(chosen) % n == 0
             right = abs(float(mean - want)) < 1e-9
             lab.claim(
-                "the mean of means is right only where rows are even", right, even
+                "the mean of means is right only where rows are even",
+                right,
+                even,
             )
     # Over an epoch every sample was used once, by one of the ranks.
     lab.claim("weights at the end are those of one process", weights, alone)
     together = lab.everyone(used).sum(0)
-    lab.claim("every sample was used once in an epoch", together, torch.ones_like(used))
+    lab.claim(
+        "every sample was used once in an epoch",
+        together,
+        torch.ones_like(used),
+    )
     orders = [torch.cat(batches(size, epoch)) for epoch in range(EPOCHS)]
     lab.claim("the epochs differ in order", not torch.equal(*orders))
 
@@ -244,7 +290,9 @@ def sampler(lab: Lab) -> None:
 def batches(size: Size, epoch: int) -> tuple[Tensor, ...]:
     """Return the samples of two batches and a smaller one, shuffled for this epoch."""
     generator = torch.Generator().manual_seed(7 + epoch)
-    order = torch.randperm(2 * size.batch + size.batch // 2 + 1, generator=generator)
+    order = torch.randperm(
+        2 * size.batch + size.batch // 2 + 1, generator=generator
+    )
     return torch.split(order, size.batch)
 
 
@@ -271,11 +319,16 @@ def save_and_barrier(lab: Lab) -> None:
         saved = torch.zeros(1, dtype=torch.int64)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(
-                broadcast_text(lab.group, str(Path(folder, "weights.safetensors")))
+                broadcast_text(
+                    lab.group, str(Path(folder, "weights.safetensors"))
+                )
             )
             if lab.rank == 0:
                 with lab.doing("save"):
-                    save_file({str(i): w for i, w in enumerate(weights)}, f"{path}.new")
+                    save_file(
+                        {str(i): w for i, w in enumerate(weights)},
+                        f"{path}.new",
+                    )
                     os.replace(f"{path}.new", path)
                     saved[0] = path.stat().st_size
             lab.group.barrier()  # nobody opens the file before it is complete
@@ -285,12 +338,16 @@ def save_and_barrier(lab: Lab) -> None:
         lab.group.broadcast(saved, root=0)
         weights[:] = [file[str(i)].clone() for i in range(len(weights))]
         lab.after(weights=weights, bytes_of_the_file=int(saved))
-        before = Size(size.batch, size.width, size.layers, half) if half else None
+        before = (
+            Size(size.batch, size.width, size.layers, half) if half else None
+        )
         want = one_process(before).weights if before else start(size)
         lab.claim("it loaded what was saved", weights, want)
         header = int(saved) - size.bytes
         says = f"the file is the weights and a header of {header} bytes"
-        lab.claim(says, 8 < header < 200 * size.layers + 64 and header % 8 == 0)
+        lab.claim(
+            says, 8 < header < 200 * size.layers + 64 and header % 8 == 0
+        )
         lab.step("training continues from the file")
 
     # In the middle of training all is saved, forgotten and loaded; the end must be that of one
@@ -311,7 +368,9 @@ def zero_1(lab: Lab) -> None:
     # part of Adam's state.
     flat = padded(start(size), n)
     count = size.layers * size.width**2
-    weights = list(flat[:count].view(size.layers, size.width, size.width))  # views
+    weights = list(
+        flat[:count].view(size.layers, size.width, size.width)
+    )  # views
     mine = flat.view(n, -1)[rank]
     adam = Adam([mine])
 
@@ -343,9 +402,13 @@ def zero_1(lab: Lab) -> None:
         state=state,
     )
     kept, total = sum(x.numel() for x in state), count + -count % n
-    lab.claim("it has 2/n numbers of state for each weight", kept, 2 * total / n)
+    lab.claim(
+        "it has 2/n numbers of state for each weight", kept, 2 * total / n
+    )
     formula = size.steps * 2 * (n - 1) / n * flat.nbytes
-    lab.claim("it sent 2(n-1)/n of the weights in each step", lab.sent(), formula)
+    lab.claim(
+        "it sent 2(n-1)/n of the weights in each step", lab.sent(), formula
+    )
 
 
 def padded(parts: list[Tensor], n: int) -> Tensor:
@@ -357,8 +420,12 @@ def padded(parts: list[Tensor], n: int) -> Tensor:
 def owned(lab: Lab) -> tuple[list[int], list[int]]:
     """Return the owner of each layer, in ranges as equal as possible, and the layers of
     this rank."""
-    owners = [layer * lab.n // lab.size.layers for layer in range(lab.size.layers)]
-    return owners, [layer for layer, rank in enumerate(owners) if rank == lab.rank]
+    owners = [
+        layer * lab.n // lab.size.layers for layer in range(lab.size.layers)
+    ]
+    return owners, [
+        layer for layer, rank in enumerate(owners) if rank == lab.rank
+    ]
 
 
 def zero_2(lab: Lab) -> None:
@@ -396,7 +463,9 @@ def zero_2(lab: Lab) -> None:
     # The gradients of the others' layers once, its own weights to everyone.
     messages = size.layers - len(mine) + len(mine) * (n - 1)
     formula = messages * size.steps * 8 * size.width**2
-    lab.claim("it sent others' gradients and its own weights", lab.sent(), formula)
+    lab.claim(
+        "it sent others' gradients and its own weights", lab.sent(), formula
+    )
 
 
 def zero_3(lab: Lab) -> None:
@@ -420,7 +489,9 @@ def zero_3(lab: Lab) -> None:
         if 0 <= layer < size.layers:
             if layer not in here:
                 here[layer] = torch.empty(size.width, size.width).double()
-            coming[layer] = lab.group.broadcast(here[layer], owners[layer], wait=False)
+            coming[layer] = lab.group.broadcast(
+                here[layer], owners[layer], wait=False
+            )
             most = max(most, len(here))
 
     def use(layer: int, way: int) -> Tensor:
@@ -446,7 +517,9 @@ def zero_3(lab: Lab) -> None:
 
     # Between two steps a rank has its own layers and nothing else: those are the weights below.
     lab.train(
-        lambda step: lab.gradients(use, lab.rows(step), output=free, gradient=reduced),
+        lambda step: lab.gradients(
+            use, lab.rows(step), output=free, gradient=reduced
+        ),
         list(here.values()),
         lambda layers: [layers[i] for i in mine],
         update=Adam(list(here.values())).update,
@@ -454,7 +527,9 @@ def zero_3(lab: Lab) -> None:
     )
     sent, received = lab.sent(), lab.received
     lab.claim("it has only its own layers again", list(here), mine)
-    lab.claim("it had its own layers and at most two others", most <= len(mine) + 2)
+    lab.claim(
+        "it had its own layers and at most two others", most <= len(mine) + 2
+    )
 
     # Every layer is broadcast once in forward and once in backward, the last layer only once.
     unit = size.steps * 8 * size.width**2
@@ -508,11 +583,15 @@ def hybrid_sharding(lab: Lab) -> None:
     sent = [lab.sent("inside") / size.steps, lab.sent("across") / size.steps]
     formula = [3 * size.bytes * (k - 1) / k, 2 * (m - 1) / m * size.bytes / k]
     lab.claim(
-        "it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step", sent, formula
+        "it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step",
+        sent,
+        formula,
     )
     title = f"bytes that rank 0 sends in a step; K = {k}, M = {m}, W = {size.bytes:,}"
     columns = zip(sent, formula, (3 * size.bytes, size.bytes), strict=True)
-    inside_, across_ = ([f"{number:,.0f}" for number in numbers] for numbers in columns)
+    inside_, across_ = (
+        [f"{number:,.0f}" for number in numbers] for numbers in columns
+    )
     rows_ = [("inside", *inside_), ("across", *across_)]
     lab.table(title, ("group", "measured", "formula", "rule of thumb"), rows_)
 
@@ -547,7 +626,9 @@ def swap(lab: Lab) -> None:
         return output
 
     def loss(y: Tensor) -> tuple[Tensor, Tensor]:
-        lab.shows("between forward and backward", on_the_device=list(here.values()))
+        lab.shows(
+            "between forward and backward", on_the_device=list(here.values())
+        )
         return loss_of(y)
 
     # Gradients are copied to the host as soon as they are made, and the update happens there.

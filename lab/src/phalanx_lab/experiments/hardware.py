@@ -35,11 +35,15 @@ def hardware(lab: Lab) -> None:
         holds = f"{place.bytes / 1e6:,.1f}" if place.bytes else ""
         took = f"{1e3 * WEIGHTS / place.bandwidth:,.1f}"
         rows.append((place.name, holds, f"{place.bandwidth / 1e9:,.0f}", took))
-    lab.table("from the inside out", ("level", "MB", "GB/s", "ms for 16 GB"), rows)
+    lab.table(
+        "from the inside out", ("level", "MB", "GB/s", "ms for 16 GB"), rows
+    )
     speeds = [place.bandwidth for place in places]
     lab.after(bytes_a_second=torch.tensor(speeds, dtype=torch.float64))
     lab.claim(
-        "each level is slower than the one before", speeds, sorted(speeds, reverse=True)
+        "each level is slower than the one before",
+        speeds,
+        sorted(speeds, reverse=True),
     )
 
     # While one byte comes from memory, its units can do 295 operations. What does fewer with each
@@ -56,13 +60,23 @@ def hardware(lab: Lab) -> None:
             product = a @ a
         flops, moved = counter.get_total_flops(), 3 * product.nbytes
         share = f"{flops / peak / max(flops / peak, moved / memory):.0%}"
-        products.append((n, f"{flops:,}", f"{moved:,}", f"{flops / moved:.1f}", share))
+        products.append(
+            (n, f"{flops:,}", f"{moved:,}", f"{flops / moved:.1f}", share)
+        )
         counted.append(flops / moved)
         lab.claim(f"torch counts 2 n^3 operations, n = {n}", flops, 2 * n**3)
-    header = ("n", "operations", "bytes", "for each byte", "of the peak at most")
+    header = (
+        "n",
+        "operations",
+        "bytes",
+        "for each byte",
+        "of the peak at most",
+    )
     lab.table("products of n x n in bf16", header, products)
     lab.after(for_each_byte=torch.tensor(counted))
-    lab.claim("they grow as n / 3", counted, [n / 3 for n in (16, 64, 256, 1024)])
+    lab.claim(
+        "they grow as n / 3", counted, [n / 3 for n in (16, 64, 256, 1024)]
+    )
 
     # The same on this machine: a product and a sum of equal matrices, the better of three. The sum
     # does one operation for every 24 bytes, and so is bound by memory on every machine.
@@ -86,7 +100,10 @@ def hardware(lab: Lab) -> None:
         f"Rank {lab.rank}: product {speeds[0]:.3g}, sum {speeds[1]:.3g} billion a second."
     )
     # All ranks together do the product of the whole batch, each that of its rows.
-    lab.step("n devices do one product in 1/n of the operations each", rows=lab.rows(0))
+    lab.step(
+        "n devices do one product in 1/n of the operations each",
+        rows=lab.rows(0),
+    )
     with FlopCounterMode(display=False) as counter:
         _ = lab.rows(0) @ start(lab.size)[0]
     own = counter.get_total_flops()
@@ -94,5 +111,7 @@ def hardware(lab: Lab) -> None:
     lab.group.all_reduce(flops)
     lab.after(own_operations=float(own), of_all=flops)
     lab.claim(
-        "together they do those of one", flops, 2 * lab.size.batch * lab.size.width**2
+        "together they do those of one",
+        flops,
+        2 * lab.size.batch * lab.size.width**2,
     )

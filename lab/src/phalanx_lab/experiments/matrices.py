@@ -34,7 +34,9 @@ def muon(lab: Lab) -> None:
         summed = scattered(lab.group, torch.stack(gradients, 1), "average")
         momentum.lerp_(summed.transpose(0, 1), 1 - MOMENTUM)
         came = torch.empty_like(momentum)
-        lab.group.all_to_all(came, momentum)  # of each rank its rows of my layers
+        lab.group.all_to_all(
+            came, momentum
+        )  # of each rank its rows of my layers
         owned = (
             came.view(n, layers, high, -1)
             .transpose(0, 1)
@@ -43,7 +45,9 @@ def muon(lab: Lab) -> None:
         with lab.doing("U"):
             owned = torch.stack([orthogonal(x) for x in owned])
         back = owned.view(layers, n, high, -1).transpose(0, 1).contiguous()
-        lab.group.all_to_all(came, back.view_as(momentum))  # my rows of all layers
+        lab.group.all_to_all(
+            came, back.view_as(momentum)
+        )  # my rows of all layers
         shards = gathered(lab.group, came.transpose(0, 1).contiguous())
         for w, change in zip(weights, shards.unbind(1), strict=True):
             w -= RATE * change
@@ -58,9 +62,13 @@ def muon(lab: Lab) -> None:
     exact = orthogonal(whole[0])
     far = float((parts - exact).norm() / exact.norm())
     lab.note(f"Had each rank updated its rows by themselves: {far:.0%} off.")
-    lab.claim("rows by themselves would be another update", far > 0.05 or n == 1)
+    lab.claim(
+        "rows by themselves would be another update", far > 0.05 or n == 1
+    )
     sent = lab.sent() / size.steps  # and the sum of gradients, and the weights
-    lab.claim("it sent 2(n-1)/n of all weights, and of its rows", sent, moved(lab))
+    lab.claim(
+        "it sent 2(n-1)/n of all weights, and of its rows", sent, moved(lab)
+    )
 
 
 def moved(lab: Lab) -> float:

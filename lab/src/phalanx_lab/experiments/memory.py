@@ -59,7 +59,8 @@ class Chain:
 
     def __init__(self, depth: int) -> None:
         self.weights = [
-            (2 / FEATURES) ** 0.5 * draw(i, FEATURES, FEATURES) for i in range(depth)
+            (2 / FEATURES) ** 0.5 * draw(i, FEATURES, FEATURES)
+            for i in range(depth)
         ]
         self.gradients = [torch.zeros_like(w) for w in self.weights]
         self.forwards = 0
@@ -84,7 +85,9 @@ class Chain:
         checkpoints, kept = [], list[Kept]()
         for first in range(0, depth, length):
             checkpoints.append(x)
-            x, kept = self.forward(x, first, first + length, keep=way == "everything")
+            x, kept = self.forward(
+                x, first, first + length, keep=way == "everything"
+            )
         g = loss_of(x)[1]
         del x
         for first in reversed(range(0, depth, length)):
@@ -119,7 +122,10 @@ def recompute(lab: Lab) -> None:
     # The ranks divide the cases among them; each is trained once, and its forwards and the bytes of
     # its tensors are counted.
     jobs = [(way, depth) for way in WAYS for depth in DEPTHS]
-    lab.step("forwards and memory: each rank measures some of the ways", ways=len(jobs))
+    lab.step(
+        "forwards and memory: each rank measures some of the ways",
+        ways=len(jobs),
+    )
     counted = torch.zeros(len(jobs), 2, dtype=torch.float64)
     for number in range(lab.rank, len(jobs), lab.n):
         way, depth = jobs[number]
@@ -149,7 +155,9 @@ def recompute(lab: Lab) -> None:
     )
     for way, more in zip(WAYS, extra.tolist(), strict=True):
         says = f"{way}: activations kept are those by hand and the ones in use"
-        fits = min(more) >= 0 and max(more) <= 5.5 and max(more) - min(more) < 1.5
+        fits = (
+            min(more) >= 0 and max(more) <= 5.5 and max(more) - min(more) < 1.5
+        )
         lab.claim(f"{says}, {min(more):.2f} to {max(more):.2f} more", fits)
     lab.group.barrier()
     if lab.rank == 0:
@@ -159,7 +167,15 @@ def recompute(lab: Lab) -> None:
         ):
             ms = f"{1e3 * seconds(way, depth):.1f}"
             rows.append(
-                (way, depth, f"{forwards:.0f}", hand[0], f"{kept:.1f}", hand[1], ms)
+                (
+                    way,
+                    depth,
+                    f"{forwards:.0f}",
+                    hand[0],
+                    f"{kept:.1f}",
+                    hand[1],
+                    ms,
+                )
             )
         header = (
             "kept",
@@ -189,9 +205,17 @@ def seconds(way: str, depth: int) -> float:
 FORMATS = {
     "fp64": (torch.float64, (1, 11, 52), "nowhere here; it is the reference"),
     "fp32": (torch.float32, (1, 8, 23), "1 + 2^-24 is 1"),
-    "tf32": (None, (1, 8, 10), "1 + 2^-11 is 1, only on the way into a matmul"),
+    "tf32": (
+        None,
+        (1, 8, 10),
+        "1 + 2^-11 is 1, only on the way into a matmul",
+    ),
     "fp16": (torch.float16, (1, 5, 10), "70,000 is infinite, 1e-8 is 0"),
-    "bf16": (torch.bfloat16, (1, 8, 7), "1 + 2^-8 is 1: a small update is lost"),
+    "bf16": (
+        torch.bfloat16,
+        (1, 8, 7),
+        "1 + 2^-8 is 1: a small update is lost",
+    ),
 }
 # A mean over as many elements as a real batch has makes gradients smaller by this
 # factor.
@@ -199,7 +223,10 @@ SMALL = 2.0**-16
 
 
 def gradients_in(
-    dtype: torch.dtype, weights: Sequence[Tensor], x: Tensor, scale: float = 1.0
+    dtype: torch.dtype,
+    weights: Sequence[Tensor],
+    x: Tensor,
+    scale: float = 1.0,
 ) -> list[Tensor]:
     """Return gradients of SMALL x loss, computed in `dtype` with a scaled loss and
     widened to float64."""
@@ -225,7 +252,9 @@ def mixed_precision(lab: Lab) -> None:
     def finish(name: str, gradients: list[Tensor], within: float) -> None:
         lab.average(gradients)
         lab.after(gradients=gradients)
-        says = f"gradients in {name} are one process's in float64 to {within:.1g}"
+        says = (
+            f"gradients in {name} are one process's in float64 to {within:.1g}"
+        )
         lab.claim(
             says,
             [g / SMALL for g in gradients],
@@ -238,35 +267,45 @@ def mixed_precision(lab: Lab) -> None:
     for name, within in {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2.0**-4}.items():
         dtype = FORMATS[name][0]
         assert dtype is not None
-        lab.step(f"{name}: no scale needed", weights=[w.to(dtype) for w in weights])
+        lab.step(
+            f"{name}: no scale needed", weights=[w.to(dtype) for w in weights]
+        )
         with lab.doing(name):
             gradients = gradients_in(dtype, weights, x)
         finish(name, gradients, within)
 
     # fp16 has 10 bits of fraction and a narrow range: small gradients become 0.
     lab.step(
-        "fp16 without a scale: small gradients", weights=[w.half() for w in weights]
+        "fp16 without a scale: small gradients",
+        weights=[w.half() for w in weights],
     )
     halves, wide = (
-        gradients_in(dtype, weights, x) for dtype in (torch.float16, torch.float64)
+        gradients_in(dtype, weights, x)
+        for dtype in (torch.float16, torch.float64)
     )
     pairs = zip(halves, wide, strict=True)
     vanished = [(half == 0) & (full != 0) for half, full in pairs]
     lost = sum(int(each.sum()) for each in vanished)
-    lab.after(gradients_that_became_zero=lost, of=sum(w.numel() for w in weights))
+    lab.after(
+        gradients_that_became_zero=lost, of=sum(w.numel() for w in weights)
+    )
     lab.claim(f"some gradients became zero: {lost}", lost > 0)
 
     # So the loss is multiplied by a scale, and gradients are divided by it; if one is not finite on
     # any rank, all skip the step and halve the scale. This one is too high on purpose: the first
     # gradient would be 2y x 2^16 or more, and fp16 ends at 65,504.
     first = scale = float(2 ** (16 + (x.numel() - 1).bit_length()) / SMALL)
-    lab.step("fp16 with a scale that halves until all ranks are finite", scale=scale)
+    lab.step(
+        "fp16 with a scale that halves until all ranks are finite", scale=scale
+    )
     skipped = 0
     while True:
         gradients = gradients_in(torch.float16, weights, x, scale)
         whole = all(g.isfinite().all() for g in gradients)
         finite = torch.tensor([float(whole)])
-        lab.group.all_reduce(finite)  # a sum: one rank that overflows is enough
+        lab.group.all_reduce(
+            finite
+        )  # a sum: one rank that overflows is enough
         if finite.item() == lab.n:
             break
         scale, skipped = scale / 2, skipped + 1
@@ -291,8 +330,13 @@ def formats(lab: Lab) -> None:
     rows = []
     for name, (dtype, (sign, exponent, fraction), breaks) in FORMATS.items():
         # all exponents but the last, and all ones in the fraction
-        largest = float((2 - 2.0**-fraction) * 2.0 ** (2 ** (exponent - 1) - 1))
-        smallest, step = float(2.0 ** (2 - 2 ** (exponent - 1))), 2.0**-fraction
+        largest = float(
+            (2 - 2.0**-fraction) * 2.0 ** (2 ** (exponent - 1) - 1)
+        )
+        smallest, step = (
+            float(2.0 ** (2 - 2 ** (exponent - 1))),
+            2.0**-fraction,
+        )
         numbers = [f"{x:.3g}" for x in (largest, smallest, step)]
         rows.append((name, f"{sign}+{exponent}+{fraction}", *numbers, breaks))
         if dtype is not None:
@@ -308,20 +352,27 @@ def formats(lab: Lab) -> None:
         "step at 1",
         "where it breaks",
     )
-    lab.table("sign, exponent and fraction; range and resolution", header, rows)
+    lab.table(
+        "sign, exponent and fraction; range and resolution", header, rows
+    )
     one, far = torch.tensor(1.0), torch.tensor([70_000.0, 1e-8])
     half, brain = far.half(), far.bfloat16()
     lab.claim(
         "fp16: 70,000 is infinite and 1e-8 is zero",
         bool(half[0].isinf() and half[1] == 0),
     )
-    lab.claim("bf16 can represent both", bool(brain[0].isfinite() and brain[1] != 0))
+    lab.claim(
+        "bf16 can represent both", bool(brain[0].isfinite() and brain[1] != 0)
+    )
     bf16 = (one + 2**-8).bfloat16()
     fp16 = (one + 2**-8).half()
-    lab.claim("bf16: 1 + 2^-8 is 1, in fp16 it is not", bool(bf16 == 1 and fp16 != 1))
+    lab.claim(
+        "bf16: 1 + 2^-8 is 1, in fp16 it is not", bool(bf16 == 1 and fp16 != 1)
+    )
     tf32, more = to_tf32(one + 2**-12), to_tf32(one + 2**-10)
     lab.claim(
-        "tf32: 1 + 2^-12 is 1, 1 + 2^-10 is not", bool(tf32 == 1 and more == 1 + 2**-10)
+        "tf32: 1 + 2^-12 is 1, 1 + 2^-10 is not",
+        bool(tf32 == 1 and more == 1 + 2**-10),
     )
 
 
@@ -341,7 +392,8 @@ def nbytes(count: int, *dtypes: torch.dtype) -> int:
     """Return the bytes of one tensor of `count` elements for each dtype, without
     allocating them."""
     return sum(
-        torch.empty(count, dtype=dtype, device="meta").nbytes for dtype in dtypes
+        torch.empty(count, dtype=dtype, device="meta").nbytes
+        for dtype in dtypes
     )
 
 
@@ -385,7 +437,11 @@ def arithmetic(lab: Lab) -> None:
         ("1B weights, 4 numbers of 2 bytes", 8e9, nbytes(billion, *four)),
         ("10B weights", 80e9, nbytes(10 * billion, *four)),
         ("100B weights", 800e9, nbytes(100 * billion, *four)),
-        ("100B weights, each of 80 devices", 10e9, nbytes(100 * billion, *four) / 80),
+        (
+            "100B weights, each of 80 devices",
+            10e9,
+            nbytes(100 * billion, *four) / 80,
+        ),
         ("1B weights, mixed-precision Adam", 16e9, nbytes(billion, *adam)),
         (
             "the same with gradients of 4 bytes",
@@ -404,16 +460,21 @@ def arithmetic(lab: Lab) -> None:
         ),
     ]
     lab.step(
-        "bytes, by hand and by the library", by_hand=[hand for _, hand, _ in counts]
+        "bytes, by hand and by the library",
+        by_hand=[hand for _, hand, _ in counts],
     )
     lab.after(by_library=[counted for *_, counted in counts])
     for what, hand, counted in counts:
         lab.claim(
-            f"the library counts what was computed by hand: {what}", counted, hand
+            f"the library counts what was computed by hand: {what}",
+            counted,
+            hand,
         )
     hidden = counts[-2][1]
     lab.claim(
-        "67.6 GB are exactly 63 GiB", [round(hidden / GB, 1), hidden / GIB], [67.6, 63]
+        "67.6 GB are exactly 63 GiB",
+        [round(hidden / GB, 1), hidden / GIB],
+        [67.6, 63],
     )
     rows = [
         (
@@ -428,7 +489,10 @@ def arithmetic(lab: Lab) -> None:
     lab.table("bytes", ("what", "by hand", "by library", "GB", "GiB"), rows)
     # torch's own Adam, after a step, in fp32: four numbers of 4 bytes.
     weights = start(lab.size)
-    lab.step("a real optimizer: fp32 weight, gradient and two states", weights=weights)
+    lab.step(
+        "a real optimizer: fp32 weight, gradient and two states",
+        weights=weights,
+    )
     each = adam_in_torch(weights)
     lab.after(bytes_for_every_weight=each)
     lab.claim("torch's Adam in fp32 takes 16 bytes a weight", each, 16.0)

@@ -41,7 +41,9 @@ def collectives(lab: Lab) -> None:
 
     # Each collective is one call. It is shown before and after, and compared with what one process
     # computes from the table.
-    def show(name: str, call: Callable[[Tensor], object], want: Tensor) -> None:
+    def show(
+        name: str, call: Callable[[Tensor], object], want: Tensor
+    ) -> None:
         x = table[rank].clone()
         lab.step(name, x=x)
         result = call(x)
@@ -61,7 +63,9 @@ def collectives(lab: Lab) -> None:
 
     def handed_out(x: Tensor) -> Tensor:
         out = x.new_empty(1)
-        group.scatter(out, list(torch.split(x, 1)) if rank == 0 else None, root=0)
+        group.scatter(
+            out, list(torch.split(x, 1)) if rank == 0 else None, root=0
+        )
         return out
 
     total, first = table.sum(0), rank == 0
@@ -69,7 +73,11 @@ def collectives(lab: Lab) -> None:
     # From many to all: the sum, or everything. Reduce and broadcast are from all to one, the root,
     # and from the root to all; gather and scatter are the same for parts.
     show("all-reduce", group.all_reduce, total)  # everyone gets the sum
-    show("reduce", lambda x: group.reduce(x, root=0), total if first else table[rank])
+    show(
+        "reduce",
+        lambda x: group.reduce(x, root=0),
+        total if first else table[rank],
+    )
     show("broadcast", lambda x: group.broadcast(x, root=n - 1), table[n - 1])
     # everyone gets everything
     show("all-gather", lambda x: gathered(group, x), table.flatten())
@@ -203,7 +211,9 @@ def point_to_point(lab: Lab) -> None:
     # that both send first do not block each other; two that both receive first wait for ever.
     first, second = torch.tensor([1.0 + rank]), torch.tensor([100.0 + rank])
     lab.step(
-        "two messages to the next rank arrive in order", first=first, second=second
+        "two messages to the next rank arrive in order",
+        first=first,
+        second=second,
     )
     # Everyone sends before anyone receives, so the ring does not block.
     group.send(first, to=(rank + 1) % n)
@@ -214,7 +224,9 @@ def point_to_point(lab: Lab) -> None:
         group.receive(message, source=before)
     lab.after(arrived_first=arrived[0], arrived_second=arrived[1])
     lab.claim(
-        "messages kept their order", torch.cat(arrived), [1 + before, 100 + before]
+        "messages kept their order",
+        torch.cat(arrived),
+        [1 + before, 100 + before],
     )
 
 
@@ -235,18 +247,20 @@ def process_groups(lab: Lab) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Everyone must know rank 0's folder and port: that is the least that ranks need to meet.
         path = broadcast_text(lab.group, str(Path(folder) / "store"))
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        server = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         port = int(broadcast_text(lab.group, str(server.port)))
-        tcp = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+        tcp = dist.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=PATIENCE
+        )
         hashed = dist.HashStore()  # nobody outside this rank can see it
         file = dist.FileStore(path, n)
         stores = (hashed, [rank]), (file, range(n)), (tcp, range(n))
         for store, members in stores:
             name = type(store).__name__
             keys = [f"address {i}" for i in members]
-            title = (
-                f"{name}: every rank writes its address, waits, and reads the others'"
-            )
+            title = f"{name}: every rank writes its address, waits, and reads the others'"
             lab.step(title, keys=keys)
             store.set(f"address {rank}", f"rank {rank} is here")
             store.wait(keys, PATIENCE)
@@ -256,8 +270,12 @@ def process_groups(lab: Lab) -> None:
             counted = store.add("counted", 0)
             lab.after(read=read, counted=counted)
             here = "; ".join(f"rank {i} is here" for i in members)
-            lab.claim(f"the {name} contains these ranks", "; ".join(read), here)
-            lab.claim(f"so many have added to the {name}", counted, len(members))
+            lab.claim(
+                f"the {name} contains these ranks", "; ".join(read), here
+            )
+            lab.claim(
+                f"so many have added to the {name}", counted, len(members)
+            )
 
         gradient = lab.own_gradient()
         lab.step(
@@ -268,7 +286,9 @@ def process_groups(lab: Lab) -> None:
         lab.after(gradient=gradient)
         group.barrier()  # rank 0's port and file stay until nobody needs them
     lab.claim(
-        "the group's sum is one process's gradient", gradient, lab.whole_gradient()
+        "the group's sum is one process's gradient",
+        gradient,
+        lab.whole_gradient(),
     )
     enough = dist.is_nccl_available() and torch.cuda.device_count() >= n
     lab.note(f"Here the backend would be {'nccl' if enough else 'gloo'}.")
@@ -298,7 +318,9 @@ def one_process(lab: Lab) -> None:
     lab.step("as it is: among its peers", rows=lab.rows(0))
     own, gradient = rank_code(quiet, lab.size, lab.group)
     lab.after(gradient=gradient)
-    lab.claim("after the message it is one process's gradient", gradient, whole)
+    lab.claim(
+        "after the message it is one process's gradient", gradient, whole
+    )
 
     # With collectives that do nothing, any rank runs alone: what it computes before the first
     # message is right, what it receives is whatever the buffer contained, and the list of its
@@ -309,7 +331,9 @@ def one_process(lab: Lab) -> None:
     lab.claim("alone, it is the same before the message", alone, own)
     lab.claim("and after it nobody has added anything", unsummed, own)
     message = quiet.ledger[0]
-    lab.note(f"It would have sent: {message.collective} of {message.bytes:,} bytes.")
+    lab.note(
+        f"It would have sent: {message.collective} of {message.bytes:,} bytes."
+    )
     lab.claim(
         "alone, the message is known",
         [message.bytes, message.size],
@@ -355,7 +379,9 @@ def grid(lab: Lab) -> None:
     rank, sizes = lab.rank, shape_of(lab.n)
     own = coordinates(rank, sizes)
     ranks = torch.arange(lab.n).reshape(sizes)  # a second way to number them
-    lab.claim("it is where the array has it", own, (ranks == rank).nonzero()[0])
+    lab.claim(
+        "it is where the array has it", own, (ranks == rank).nonzero()[0]
+    )
     gradient = lab.own_gradient() / lab.n
     title = "a mesh of " + " x ".join(
         f"{a}{s}" for a, s in zip(AXES, sizes, strict=True)
@@ -371,13 +397,18 @@ def grid(lab: Lab) -> None:
         group.all_reduce(gradient)
         lab.note(f"Rank {rank}'s group along {name}: {met}")
         line = ranks[
-            tuple(slice(None) if i == axis else digit for i, digit in enumerate(own))
+            tuple(
+                slice(None) if i == axis else digit
+                for i, digit in enumerate(own)
+            )
         ]
         lab.claim(f"its group along {name} is a line of the array", met, line)
     lab.group.barrier()
     lab.after(gradient=gradient)
     lab.claim(
-        "the sums along every axis are the sum over all", gradient, lab.whole_gradient()
+        "the sums along every axis are the sum over all",
+        gradient,
+        lab.whole_gradient(),
     )
     four = (2, 2, 2, 2)
     rows = [(axis, *groups_along(i, four)) for i, axis in enumerate(AXES)]
@@ -397,7 +428,9 @@ def shape_of(n: int) -> list[int]:
 
 def coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
     """Return the digits of a rank."""
-    return [rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes)]
+    return [
+        rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes)
+    ]
 
 
 def groups_along(axis: int, sizes: Sequence[int]) -> list[list[int]]:
@@ -405,6 +438,10 @@ def groups_along(axis: int, sizes: Sequence[int]) -> list[list[int]]:
     digit."""
     stride = prod(sizes[axis + 1 :])
     firsts = [
-        rank for rank in range(prod(sizes)) if coordinates(rank, sizes)[axis] == 0
+        rank
+        for rank in range(prod(sizes))
+        if coordinates(rank, sizes)[axis] == 0
     ]
-    return [[first + i * stride for i in range(sizes[axis])] for first in firsts]
+    return [
+        [first + i * stride for i in range(sizes[axis])] for first in firsts
+    ]

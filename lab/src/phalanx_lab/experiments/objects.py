@@ -54,7 +54,9 @@ def objects(lab: Lab) -> None:
     # An object is sent as text: a size is exchanged first, everything passes through the host, and
     # each number is written out in digits. Slow, but safe: reading JSON runs nothing.
     lab.step(
-        "objects as JSON in a tensor of bytes", loss=loss.item(), row_of_a_gradient=row
+        "objects as JSON in a tensor of bytes",
+        loss=loss.item(),
+        row_of_a_gradient=row,
     )
     total = summed(all_gather_text(lab.group, message))
     as_text = lab.sent()
@@ -67,20 +69,30 @@ def objects(lab: Lab) -> None:
     lab.claim("as a tensor, the sum is one process's gradient", row, want)
     if rank == 0 and n > 1:
         ratio = as_text / (lab.sent() - as_text)
-        lab.note(f"As text rank 0 sent {ratio:.1f} times the bytes of the all-reduce.")
+        lab.note(
+            f"As text rank 0 sent {ratio:.1f} times the bytes of the all-reduce."
+        )
     if n == 1 or not dist.is_initialized():
-        lab.note("The object forms need processes: run this with --backend gloo.")
+        lab.note(
+            "The object forms need processes: run this with --backend gloo."
+        )
         return
 
     # The object forms use pickle, and a pickle is a program that the receiver runs. Here an object is sent
     # whose arrival calls a function in the receiver's process; the function is harmless, but the sender
     # chose it.
-    lab.step("object forms of torch.distributed (gloo)", own_process_id=os.getpid())
+    lab.step(
+        "object forms of torch.distributed (gloo)", own_process_id=os.getpid()
+    )
     messages: list[Any] = [None] * n
     dist.all_gather_object(messages, message)
     trap: list[Any] = [Surprise()]
     dist.broadcast_object_list(trap, src=0)
     lab.after(gradient=summed(messages), received=trap[0])
-    lab.claim("pickled, the sum is one process's gradient", summed(messages), want)
+    lab.claim(
+        "pickled, the sum is one process's gradient", summed(messages), want
+    )
     if rank:
-        lab.claim("receiving the object called a function here", trap[0], os.getpid())
+        lab.claim(
+            "receiving the object called a function here", trap[0], os.getpid()
+        )

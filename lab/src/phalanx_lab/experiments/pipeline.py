@@ -61,11 +61,13 @@ def model_sharding(lab: Lab) -> None:
     # the CPU under two names.
     gpus = torch.cuda.device_count() > 1
     devices = [
-        torch.device("cuda", i) if gpus else torch.device("cpu") for i in range(2)
+        torch.device("cuda", i) if gpus else torch.device("cpu")
+        for i in range(2)
     ]
     where = [devices[2 * i // size.layers] for i in range(size.layers)]
     moved = [
-        w.to(at).requires_grad_() for w, at in zip(start(size), where, strict=True)
+        w.to(at).requires_grad_()
+        for w, at in zip(start(size), where, strict=True)
     ]
 
     def on_two_devices(step: int) -> tuple[Tensor, list[Tensor]]:
@@ -94,7 +96,10 @@ def model_sharding(lab: Lab) -> None:
 
     # Both train, and both are one process's training.
     lab.train(
-        on_ranks, weights, lambda x: x[own], how=", a rank for each range of layers"
+        on_ranks,
+        weights,
+        lambda x: x[own],
+        how=", a rank for each range of layers",
     )
     lab.train(on_two_devices, moved, how=", one process with two devices")
 
@@ -187,14 +192,20 @@ class PipelineStage:
             return self.loss if self.last else None, gradients_of(self.weights)
 
         size, lab = self.size, self.lab
-        lab.train(train_step, self.weights, lambda layers: layers[lab.part("layers")])
+        lab.train(
+            train_step, self.weights, lambda layers: layers[lab.part("layers")]
+        )
         neighbours = (not self.first) + (not self.last)
-        formula = size.steps * neighbours * (8 * size.batch * size.width + extra)
+        formula = (
+            size.steps * neighbours * (8 * size.batch * size.width + extra)
+        )
         lab.claim("it sent activations to each neighbour", lab.sent(), formula)
         lab.claim("it kept so many microbatches at once", self.most, most)
 
 
-ALL_FORWARDS_FIRST = [(kind, micro) for kind in "FB" for micro in range(MICROBATCHES)]
+ALL_FORWARDS_FIRST = [
+    (kind, micro) for kind in "FB" for micro in range(MICROBATCHES)
+]
 
 
 def pipeline(lab: Lab) -> None:
@@ -219,11 +230,12 @@ class PostedStage(PipelineStage):
 
     def begin(self, step: int) -> None:
         super().begin(step)
-        neighbours = [self.lab.rank - 1] * (not self.first) + [self.lab.rank + 1] * (
-            not self.last
-        )
+        neighbours = [self.lab.rank - 1] * (not self.first) + [
+            self.lab.rank + 1
+        ] * (not self.last)
         self.posted = {
-            at: [self.post(at) for _ in range(MICROBATCHES)] for at in neighbours
+            at: [self.post(at) for _ in range(MICROBATCHES)]
+            for at in neighbours
         }
 
     def receive(self, source: int) -> Tensor:
@@ -315,14 +327,18 @@ def one_f_one_b(lab: Lab) -> None:
             f"1/{n} of the cells",
             f"{used} of {count}, {used // 2}/{count // 2}",
         )
-        lab.note(f"The whole batch at once uses {whole}. Counted here: {counted}.")
+        lab.note(
+            f"The whole batch at once uses {whole}. Counted here: {counted}."
+        )
     rows = []
     for i, taken in enumerate(cells.tolist()):
         ops = (f"{kind}{micro}" for kind, micro in order(i, n, m))
         row = dict(zip(taken, ops, strict=True))
         rows.append([f"rank {i}", *(row.get(turn, ".") for turn in turns)])
     lab.table(
-        "which operation each rank runs in each turn", ("", *map(str, turns)), rows
+        "which operation each rank runs in each turn",
+        ("", *map(str, turns)),
+        rows,
     )
     says = f"used cells are M/(M+P-1) = {m}/{m + n - 1}"
     lab.claim(says, Fraction(used, count) == Fraction(m, m + n - 1))

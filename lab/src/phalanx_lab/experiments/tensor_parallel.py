@@ -49,7 +49,9 @@ def tensor_parallel(lab: Lab) -> None:
         y = torch.nn.functional.gelu(y @ w)
     (want,) = torch.autograd.grad(y.square().mean(), x)
     lab.claim(
-        "the gradient of the input is right in its columns", to_x[0], want[:, columns]
+        "the gradient of the input is right in its columns",
+        to_x[0],
+        want[:, columns],
     )
     activations = 8 * size.batch * size.width  # bytes
     formula = size.steps * size.layers * 2 * (n - 1) / n * activations

@@ -22,7 +22,8 @@ def asynchronous_launch(lab: Lab) -> None:
     # Here rank 0 is late on purpose: it enters only after the last rank has launched, read its
     # clock and sent a message. At that moment the result cannot exist, however fast the launch was.
     lab.step(
-        "an all-reduce that is launched, and what the clock shows", gradient=gradient
+        "an all-reduce that is launched, and what the clock shows",
+        gradient=gradient,
     )
     if rank == 0 and last:
         group.receive(ready, source=last)  # late: the others have launched
@@ -37,16 +38,18 @@ def asynchronous_launch(lab: Lab) -> None:
     work.wait()
     waited = time.perf_counter() - begin
     lab.after(gradient=gradient)
-    times = (
-        f"{1e6 * launched:,.0f} us, the result was there after {1e6 * waited:,.0f} us"
-    )
+    times = f"{1e6 * launched:,.0f} us, the result was there after {1e6 * waited:,.0f} us"
     lab.note(
         f"Rank {rank}: the call returned after {times}. Done when it returned: {done}."
     )
     lab.claim(
-        "after waiting, it is one process's gradient", gradient, lab.whole_gradient()
+        "after waiting, it is one process's gradient",
+        gradient,
+        lab.whole_gradient(),
     )
-    lab.claim("nothing was done before rank 0 came", done and rank == last > 0, False)
+    lab.claim(
+        "nothing was done before rank 0 came", done and rank == last > 0, False
+    )
     if torch.cuda.is_available():
         x = torch.randn(lab.size.width, lab.size.width, device="cuda")
         torch.cuda.synchronize()
@@ -89,14 +92,20 @@ def bandwidth(lab: Lab) -> None:
         lab.after(x=x)
         lab.claim("the average of ones is one", x, torch.ones(count))
         factor = (lab.sent() - before) / CALLS / x.nbytes
-        lab.claim("a rank sends 2(n-1)/n bytes for each byte", factor, 2 * (n - 1) / n)
+        lab.claim(
+            "a rank sends 2(n-1)/n bytes for each byte",
+            factor,
+            2 * (n - 1) / n,
+        )
         median = statistics.median(seconds[1:])
         rows.append((x.nbytes, seconds[0], median, factor))
 
     # Small messages take as long as the smallest: that is latency. Large ones take as long as their
     # bytes: that is bandwidth. A line through both ends, t = latency + S / bandwidth, is what a
     # planner uses.
-    lab.step("seconds as a line", seconds=[seconds for _, _, seconds, _ in rows])
+    lab.step(
+        "seconds as a line", seconds=[seconds for _, _, seconds, _ in rows]
+    )
     (least, _, quick, _), *_, (most, _, slow, _) = rows
     slope = max(slow - quick, 1e-12) / (most - least)
     lab.after(seconds_a_byte=slope, latency=max(0.0, quick - slope * least))
@@ -106,7 +115,14 @@ def bandwidth(lab: Lab) -> None:
         times = f"{1e6 * first:,.0f}", f"{1e6 * median:,.0f}"
         rates = f"{speed:.3f}", f"{factor:.3g}", f"{speed * factor:.3f}"
         shown.append((f"{size:,}", *times, *rates))
-    header = ("S", "first, us", "median, us", "S/t, GB/s", "factor", "bus, GB/s")
+    header = (
+        "S",
+        "first, us",
+        "median, us",
+        "S/t, GB/s",
+        "factor",
+        "bus, GB/s",
+    )
     lab.table(f"all-reduce over {n} ranks of this machine", header, shown)
 
 
@@ -130,9 +146,13 @@ def overlap(lab: Lab) -> None:
     _, gradients = lab.gradients(weights, rows, gradient=in_turn)
     lab.after(gradients=gradients)
     lab.claim(
-        "in turn: gradients are one process's", gradients[0], lab.whole_gradient()
+        "in turn: gradients are one process's",
+        gradients[0],
+        lab.whole_gradient(),
     )
-    lab.claim("no message was under way while a layer was computed", _beside(lab), 0)
+    lab.claim(
+        "no message was under way while a layer was computed", _beside(lab), 0
+    )
 
     # Overlapped: the message begins as soon as its gradient is there, and is waited for at the very
     # end. Backward goes from the last layer to the first, so only the first layer's message, the
@@ -150,7 +170,9 @@ def overlap(lab: Lab) -> None:
     lab.after(gradients=overlapped)
     lab.claim("overlapped: gradients are the same", overlapped, gradients)
     lab.claim(
-        "all messages but one had layers to hide behind", _beside(lab), layers - 1
+        "all messages but one had layers to hide behind",
+        _beside(lab),
+        layers - 1,
     )
 
     # How much that saves, by hand. A layer computes for c, its message takes m, there are L layers.
@@ -163,13 +185,22 @@ def overlap(lab: Lab) -> None:
         computed = sent = 0.0
         for _ in range(layers):
             computed += 1.0
-            sent = max(sent, computed) + message  # the event: the gradient is there
+            sent = (
+                max(sent, computed) + message
+            )  # the event: the gradient is there
         queues.append(sent)
         hidden = layers * message - (sent - layers)
         rows_.append(
-            (message, layers * (1 + message), sent, f"{hidden / message / layers:.0%}")
+            (
+                message,
+                layers * (1 + message),
+                sent,
+                f"{hidden / message / layers:.0%}",
+            )
         )
-    formula = [layers + m if m <= 1 else 1 + layers * m for m in (0.5, 1.0, 2.0)]
+    formula = [
+        layers + m if m <= 1 else 1 + layers * m for m in (0.5, 1.0, 2.0)
+    ]
     lab.claim("two queues take what the formula says", queues, formula)
     lab.after(with_two_queues=queues)
     header = ("message / layer", "in turn", "two queues", "of messages hidden")
@@ -186,7 +217,8 @@ def _beside(lab: Lab) -> int:
         for lane in ("compute", "messages")
     )
     return sum(
-        any(m.start <= c.start and c.end <= m.end for c in layers) for m in messages
+        any(m.start <= c.start and c.end <= m.end for c in layers)
+        for m in messages
     )
 
 
@@ -194,13 +226,19 @@ def on_streams(lab: Lab) -> None:
     """Run a matmul on one GPU stream and a copy to the host on another, with an event
     between them."""
     x = torch.randn(lab.size.width, lab.size.width, device="cuda")
-    host = torch.empty(x.shape, pin_memory=True)  # or the copy would hold the host
+    host = torch.empty(
+        x.shape, pin_memory=True
+    )  # or the copy would hold the host
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     y = x @ x
-    aside.wait_stream(torch.cuda.current_stream())  # an event: y has been computed
+    aside.wait_stream(
+        torch.cuda.current_stream()
+    )  # an event: y has been computed
     with torch.cuda.stream(aside):
         host.copy_(y, non_blocking=True)
     z = y @ x  # beside the copy
     aside.synchronize()
     lab.claim("the copy beside the product is right", host, y, within=1e-6)
-    lab.claim("the product beside the copy is right", z, (x @ x) @ x, within=1e-3)
+    lab.claim(
+        "the product beside the copy is right", z, (x @ x) @ x, within=1e-3
+    )

@@ -146,7 +146,8 @@ class Batches:
     @cached_property
     def _validation(self) -> tuple[Sequences, ...]:
         return tuple(
-            _cut(c, c.validation, self.sequence, self.packing) for c in self.corpora
+            _cut(c, c.validation, self.sequence, self.packing)
+            for c in self.corpora
         )
 
     @cached_property
@@ -163,7 +164,11 @@ class Batches:
     def notices(self) -> list[str]:
         """Documents that are cut or left out of training, one sentence for each
         corpus."""
-        return [f"{cut.corpus.name}: {cut.notice}" for cut in self._train if cut.notice]
+        return [
+            f"{cut.corpus.name}: {cut.notice}"
+            for cut in self._train
+            if cut.notice
+        ]
 
     def cursor(self, step: int) -> int:
         """Return the number of sequences taken before this step."""
@@ -182,7 +187,9 @@ class Batches:
             which, index = shared_out(first + row, self._weights)
             cut = self._train[which]
             epoch, index = divmod(index, cut.count)
-            taken.append((cut, Permutation(cut.count, self.seed, epoch)[index]))
+            taken.append(
+                (cut, Permutation(cut.count, self.seed, epoch)[index])
+            )
         return self._stacked(taken)
 
     # ---- pairs of answers
@@ -206,7 +213,9 @@ class Batches:
         return self._stacked([one[0] if one else None for one in taken])
 
     def _pair_entries(
-        self, taken: Sequence[tuple[Sequences, int] | None], documents: NDArray[Any]
+        self,
+        taken: Sequence[tuple[Sequences, int] | None],
+        documents: NDArray[Any],
     ) -> dict[str, NDArray[Any]]:
         """Return the signs of documents, the pair numbers, and the reference model's
         margins."""
@@ -243,7 +252,9 @@ class Batches:
         taken: list[tuple[Sequences, int] | None] = []
         for row in range(*(rows or slice(None)).indices(self.size)):
             number = index * self.size + row
-            which, own = shared_out(number, counts) if number < sum(counts) else (0, -1)
+            which, own = (
+                shared_out(number, counts) if number < sum(counts) else (0, -1)
+            )
             taken.append((self._validation[which], own) if own >= 0 else None)
         return self._stacked(taken)
 
@@ -259,7 +270,9 @@ class Batches:
         ]
         size = sum(tokens * (known or math.nan) for tokens, known in held)
         return (
-            loss / math.log(2) / (size / sum(n for n, _ in held)) if size > 0 else None
+            loss / math.log(2) / (size / sum(n for n, _ in held))
+            if size > 0
+            else None
         )
 
     def _stacked(self, taken: Sequence[tuple[Sequences, int] | None]) -> Batch:
@@ -274,7 +287,9 @@ class Batches:
         }
         for row, place in enumerate(taken):
             if place is not None:
-                self._fill(*place, {name: x[row] for name, x in arrays.items()})
+                self._fill(
+                    *place, {name: x[row] for name, x in arrays.items()}
+                )
         if self.pairs:
             arrays |= self._pair_entries(taken, arrays["documents"])
         if not self.masks:
@@ -344,12 +359,16 @@ class Sequences:
             yield number * self.sequence, self.stream.size
             return
         starts = self.stream.starts
-        for document in self.chosen[self.edges[number] : self.edges[number + 1]]:
+        for document in self.chosen[
+            self.edges[number] : self.edges[number + 1]
+        ]:
             yield int(starts[document]), int(starts[document + 1])
 
 
 @lru_cache(maxsize=64)  # a resumed run makes its batches anew
-def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequences:
+def _cut(
+    corpus: Corpus, stream: Stream, sequence: int, packing: str
+) -> Sequences:
     if corpus.pairs:
         return _cut_pairs(corpus, stream, sequence)
     packing = packing or ("wrapped" if stream.answers is None else "bfd")
@@ -379,9 +398,13 @@ def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequenc
     if packing == "none":
         rows = [[n] for n in range(len(documents))]
     else:
-        rows = best_fit(np.minimum(lengths[documents], sequence).tolist(), sequence)
+        rows = best_fit(
+            np.minimum(lengths[documents], sequence).tolist(), sequence
+        )
     edges = np.cumsum([0, *map(len, rows)])
-    order = np.fromiter((n for row in rows for n in row), np.int64, len(documents))
+    order = np.fromiter(
+        (n for row in rows for n in row), np.int64, len(documents)
+    )
     return Sequences(
         corpus, stream, sequence, len(rows), documents[order], edges, notice
     )
@@ -400,7 +423,9 @@ def _cut_pairs(corpus: Corpus, stream: Stream, sequence: int) -> Sequences:
     notice, lost = "", len(both) - len(kept)
     if lost:
         notice = f"{lost:,} of {len(both):,} pairs are longer than sequence = {sequence:,} and are left out"
-    return Sequences(corpus, stream, sequence, len(kept), documents, edges, notice)
+    return Sequences(
+        corpus, stream, sequence, len(kept), documents, edges, notice
+    )
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -115,14 +115,18 @@ def digest_of(path: Path, blocks: int, checksum: str = FASTEST) -> str:
 
 def _part(descriptor: int, checksum: str, span: tuple[int, int]) -> bytes:
     at, length = span
-    digest: bytes = CHECKSUMS[checksum](os.pread(descriptor, length, at)).digest()
+    digest: bytes = CHECKSUMS[checksum](
+        os.pread(descriptor, length, at)
+    ).digest()
     return digest
 
 
 def _ranges(size: int, blocks: int) -> Iterator[tuple[int, int]]:
     """Yield the offset and length of each range of a file to read."""
     if not blocks:
-        yield from ((at, min(CHUNK, size - at)) for at in range(0, size, CHUNK))
+        yield from (
+            (at, min(CHUNK, size - at)) for at in range(0, size, CHUNK)
+        )
         return
     # One block starts in each of `blocks` equal parts, at a position derived from the
     # size alone. The beginning of the file, where headers are, and its end are read
@@ -145,7 +149,11 @@ def kept_digest(path: Path, blocks: int) -> str:
         return known
     digest, after = digest_of(path, blocks), path.stat()
     settled = time.time() - max(after.st_mtime, after.st_ctime) > SETTLED
-    if after.st_size >= KEPT and settled and _kept_at(path, after, blocks) == file:
+    if (
+        after.st_size >= KEPT
+        and settled
+        and _kept_at(path, after, blocks) == file
+    ):
         _keep(file, digest)
     return digest
 
@@ -161,7 +169,9 @@ def identity_of(status: os.stat_result) -> list[int]:
 def _kept_at(path: Path, status: os.stat_result, blocks: int) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     key = [os.path.abspath(path), *identity_of(status), blocks, FASTEST]
-    name = hashlib.sha256(json.dumps(key).encode("utf-8", "replace")).hexdigest()[:32]
+    name = hashlib.sha256(
+        json.dumps(key).encode("utf-8", "replace")
+    ).hexdigest()[:32]
     return Path(base, "phalanx", "digests", name)
 
 
@@ -178,7 +188,9 @@ def _keep(file: Path, digest: str) -> None:
     with suppress(OSError):  # a digest that cannot be cached is computed again
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, digest)
-        there = sorted(file.parent.iterdir(), key=lambda each: each.stat().st_mtime)
+        there = sorted(
+            file.parent.iterdir(), key=lambda each: each.stat().st_mtime
+        )
         for old in there[: max(0, len(there) - MOST)]:
             old.unlink()
 
@@ -238,29 +250,42 @@ def differences(
     """
     if len(there) != len(here):
         names = ", ".join(record.name for record in there)
-        return [f"there are {len(here)} sources, and there were {len(there)}: {names}"]
-    here = [_in_the_way_of(*pair, digest) for pair in zip(there, here, strict=True)]
+        return [
+            f"there are {len(here)} sources, and there were {len(there)}: {names}"
+        ]
+    here = [
+        _in_the_way_of(*pair, digest) for pair in zip(there, here, strict=True)
+    ]
     if fingerprint(there) == fingerprint(here):
         return []
     # Compare the content of the sources without their weights.
     was, now = (
-        [fingerprint([replace(each, weight=0)]) for each in x] for x in (there, here)
+        [fingerprint([replace(each, weight=0)]) for each in x]
+        for x in (there, here)
     )
     wrong = []
     if was != now and sorted(was) == sorted(now):
         order = ", ".join(here[now.index(each)].name for each in was)
-        wrong.append(f"the sources are in another order; the order was {order}")
+        wrong.append(
+            f"the sources are in another order; the order was {order}"
+        )
     elif was != now:
         for old, new in zip(there, here, strict=True):
             wrong += _changes(old, new)
     if _weights(there) != _weights(here):
-        weights = [", ".join(map(str, _weights(each))) for each in (here, there)]
-        wrong.append("the weights of the sources are {}, and were {}".format(*weights))
+        weights = [
+            ", ".join(map(str, _weights(each))) for each in (here, there)
+        ]
+        wrong.append(
+            "the weights of the sources are {}, and were {}".format(*weights)
+        )
     return wrong
 
 
 def _in_the_way_of(
-    there: SourceRecord, here: SourceRecord, digest: Callable[[Path, int, str], str]
+    there: SourceRecord,
+    here: SourceRecord,
+    digest: Callable[[Path, int, str], str],
 ) -> SourceRecord:
     """Return a record whose digests are computed in the same way as another
     record's."""
@@ -303,7 +328,10 @@ def _changes(old: SourceRecord, new: SourceRecord) -> Iterator[str]:
         yield f"{new.name} has other content"
     if old.reading != new.reading:
         yield f"{new.name} is read as {new.reading}, and was as {old.reading}"
-    elif not changed and (old.train, old.validation) != (new.train, new.validation):
+    elif not changed and (old.train, old.validation) != (
+        new.train,
+        new.validation,
+    ):
         held = f"{new.validation:,} tokens of {new.name} are held out"
         yield f"{held}, and {old.validation:,} were"
 

@@ -104,7 +104,10 @@ def prepare(
     if form.chat and not form.plain:
         vocabulary.refuse_chats()
     done = _begun(
-        out, sources, [*vocabulary.marks, vocabulary.end, share, str(form)], str(form)
+        out,
+        sources,
+        [*vocabulary.marks, vocabulary.end, share, str(form)],
+        str(form),
     )
     if (out / INDEX).exists():
         return done
@@ -120,7 +123,9 @@ def prepare(
         ):
             writer.add(task, part)
             at, _, block = task
-            behind = sources[at].size if isinstance(block, str) else block.behind
+            behind = (
+                sources[at].size if isinstance(block, str) else block.behind
+            )
             progress(min(before[at] + behind, total), total)
         writer.mark()
         done = writer.done
@@ -131,7 +136,9 @@ def prepare(
         else:
             why = f" once {share:.0%} of it is held out: {done.empty:,} rows are empty"
             why += (
-                f", {done.unanswered:,} without an answer." if done.unanswered else "."
+                f", {done.unanswered:,} without an answer."
+                if done.unanswered
+                else "."
             )
         raise DataError(f"{source} has nothing to train on{why}")
     sha256, sums = Folder(out, DataError).sha256, list[Split]()
@@ -152,15 +159,21 @@ def prepare(
         vocabulary.end,
         form.pairs,
     )
-    write_text(out / INDEX, json.dumps(asdict(index), indent=1) + "\n", durable=True)
+    write_text(
+        out / INDEX, json.dumps(asdict(index), indent=1) + "\n", durable=True
+    )
     return done
 
 
 def _key(
-    sources: Sequence[Source], settings: Sequence[object], files: Iterable[list[Any]]
+    sources: Sequence[Source],
+    settings: Sequence[object],
+    files: Iterable[list[Any]],
 ) -> str:
     """Return a digest of the settings and of what is known about each source."""
-    named = [[each.name, *known] for each, known in zip(sources, files, strict=True)]
+    named = [
+        [each.name, *known] for each, known in zip(sources, files, strict=True)
+    ]
     return hashlib.sha256(json.dumps([named, *settings]).encode()).hexdigest()
 
 
@@ -188,7 +201,9 @@ def _begun(
         done = decode(Prepared, table, str(out / PROGRESS), DataError)
         # Earlier versions had no content digest. Files that were copied or touched may
         # be the same.
-        same = done.key == (mark if done.content else _key(sources, settings, times))
+        same = done.key == (
+            mark if done.content else _key(sources, settings, times)
+        )
         if same or done.content == _key(sources, settings, _contents(sources)):
             return done
         if done.read:
@@ -197,7 +212,9 @@ def _begun(
                 " choose another folder, or remove this one."
             )
     elif any(not each.name.startswith(".") for each in out.iterdir()):
-        raise DataError(f"{out} holds something else; choose an empty or new folder.")
+        raise DataError(
+            f"{out} holds something else; choose an empty or new folder."
+        )
     fresh = Prepared(mark, form, _key(sources, settings, _contents(sources)))
     # Written at once, so that a start that is stopped before its first record can be
     # continued.
@@ -213,7 +230,9 @@ def _begun(
 Task = tuple[int, int, SourceBlock | str]
 
 
-def _tasks(sources: Sequence[Source], done: Prepared, form: Form) -> Iterator[Task]:
+def _tasks(
+    sources: Sequence[Source], done: Prepared, form: Form
+) -> Iterator[Task]:
     """Yield the blocks that are not done yet."""
     for index, source in enumerate(sources[done.source :], done.source):
         skip, number = done.block if index == done.source else 0, 0
@@ -243,7 +262,9 @@ class TokenPart(NamedTuple):
 Worker = Callable[[Task], TokenPart]
 
 
-def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: Task) -> TokenPart:
+def _part_of(
+    vocabulary: Vocabulary, form: Form, share: float, task: Task
+) -> TokenPart:
     """Tokenize a block, in this process or another."""
     block = task[-1]
     if isinstance(block, str):
@@ -255,7 +276,9 @@ def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: Task) -> To
     else:
         made, text = vocabulary.encode(rows.raw, rows.lengths), rows.lengths
     if block.source.split is None:
-        held = held_out((f"{block.source.name}:{n}" for n in rows.numbers), share)
+        held = held_out(
+            (f"{block.source.name}:{n}" for n in rows.numbers), share
+        )
     else:
         held = np.full(len(rows.numbers), block.source.split, bool)
     tokens = made.tokens.astype(DTYPES[dtype_for(vocabulary.size)], copy=False)
@@ -287,7 +310,9 @@ def _encoded_chats(
             rows.faults.append(f"{place(block, number)}: {error}")
             continue
         # The first token of a document is never a target.
-        if any(one.answers is None or not one.answers[1:].any() for one in each):
+        if any(
+            one.answers is None or not one.answers[1:].any() for one in each
+        ):
             rows.unanswered += 1
             continue
         rows.numbers += [number] * documents
@@ -400,9 +425,13 @@ class _Writer:
             SPLITS, done.tokens, done.documents, strict=True
         ):
             self._cut(f"{name}.tokens", tokens * self.width)
-            self._cut(f"{name}.documents", 8 * (documents + 1) if documents else 0)
+            self._cut(
+                f"{name}.documents", 8 * (documents + 1) if documents else 0
+            )
             if not documents:
-                self.files[f"{name}.documents"].write(np.zeros(1, "<i8").tobytes())
+                self.files[f"{name}.documents"].write(
+                    np.zeros(1, "<i8").tobytes()
+                )
             if chat:
                 self._cut(f"{name}.{ANSWERS}", tokens)
         self._cut(SKIPPED, done.named)
@@ -426,9 +455,16 @@ class _Writer:
             raise DataError(
                 f"{part.faults[0]}. With --on-bad skip it is left out, and named."
             )
-        done, named = self.done, "".join(f"{fault}\n" for fault in part.faults).encode()
+        done, named = (
+            self.done,
+            "".join(f"{fault}\n" for fault in part.faults).encode(),
+        )
         self.files[SKIPPED].write(named)
-        sums: dict[str, list[int]] = {"tokens": [], "documents": [], "text": []}
+        sums: dict[str, list[int]] = {
+            "tokens": [],
+            "documents": [],
+            "text": [],
+        }
         for split, name in enumerate(SPLITS):
             tokens, lengths = part.tokens[split], part.lengths[split]
             self.files[f"{name}.tokens"].write(tokens)
@@ -436,7 +472,9 @@ class _Writer:
             self.files[f"{name}.documents"].write(ends.tobytes())
             if part.answers[split]:
                 self.files[f"{name}.{ANSWERS}"].write(part.answers[split])
-            sums["tokens"].append(done.tokens[split] + len(tokens) // self.width)
+            sums["tokens"].append(
+                done.tokens[split] + len(tokens) // self.width
+            )
             sums["documents"].append(done.documents[split] + len(lengths))
             sums["text"].append(done.text[split] + part.text[split])
         pairs: Any = {name: tuple(both) for name, both in sums.items()}
@@ -462,5 +500,7 @@ class _Writer:
             os.fsync(file.fileno())
         self.marked = self.done.read
         write_text(
-            self.out / PROGRESS, json.dumps(asdict(self.done)) + "\n", durable=True
+            self.out / PROGRESS,
+            json.dumps(asdict(self.done)) + "\n",
+            durable=True,
         )

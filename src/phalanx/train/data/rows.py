@@ -97,7 +97,9 @@ class Rows:
 
     numbers: list[int] = field(default_factory=list)
     raw: bytes | memoryview = b""
-    lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    lengths: NDArray[np.int64] = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )
     # messages and tools of each; of a pair, the chosen answer and then the rejected one
     chats: list[Chat] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -138,13 +140,19 @@ def _form(row: Any, name: str, where: str) -> Form | None:
     if not isinstance(row, dict):
         return None
     if name and name not in row:
-        raise BadRow(f"{where}: has no {name!r}; it has {_names(row)}. Use --field")
+        raise BadRow(
+            f"{where}: has no {name!r}; it has {_names(row)}. Use --field"
+        )
     if name:
-        return Form(name, not isinstance(row[name], str)) if row[name] else None
+        return (
+            Form(name, not isinstance(row[name], str)) if row[name] else None
+        )
     known = [each for each in (TEXT, MESSAGES, SHAREGPT) if each in row]
     there = [each for each in known if row[each]]
     if len(there) > 1:
-        raise DataError(f"{where}: has {' and '.join(there)}. Choose one with --field.")
+        raise DataError(
+            f"{where}: has {' and '.join(there)}. Choose one with --field."
+        )
     if there:
         return Form(there[0], there[0] != TEXT)
     if all(each in row for each in PAIR):
@@ -185,13 +193,18 @@ def read_rows(block: SourceBlock, form: Form) -> Rows:
                 rows.empty += 1
         except BadRow as error:
             rows.faults.append(f"{place(block, number)}: {error}")
-    rows.raw, rows.lengths = b"".join(texts), np.array([*map(len, texts)], np.int64)
+    rows.raw, rows.lengths = (
+        b"".join(texts),
+        np.array([*map(len, texts)], np.int64),
+    )
     return rows
 
 
 def place(block: SourceBlock, number: int) -> str:
     kind = block.source.kind
-    lines = kind == "lines" or (kind == "array" and isinstance(block.content, bytes))
+    lines = kind == "lines" or (
+        kind == "array" and isinstance(block.content, bytes)
+    )
     what = "line" if lines else "element" if kind == "array" else "row"
     return f"{block.source.path}, {what} {number}"
 
@@ -210,7 +223,9 @@ def _plain_text(block: SourceBlock, form: Form, rows: Rows) -> None:
     assert isinstance(content, bytes)
     if form.chat:
         if not block.first:
-            rows.faults.append(f"{path}: is plain text, and the others are chats")
+            rows.faults.append(
+                f"{path}: is plain text, and the others are chats"
+            )
         return
     try:
         content.decode()
@@ -236,7 +251,9 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
     """
     content = block.content
     table = (
-        content.batch if isinstance(content, Table) else _lines_as_table(block, form)
+        content.batch
+        if isinstance(content, Table)
+        else _lines_as_table(block, form)
     )
     if table is None:
         return False
@@ -262,7 +279,9 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
         numbers = numbers[column.is_valid().to_numpy(zero_copy_only=False)]
         column = column.drop_null()
     _, offsets, data = column.buffers()
-    edges = np.frombuffer(offsets, np.int64)[column.offset :][: len(column) + 1]
+    edges = np.frombuffer(offsets, np.int64)[column.offset :][
+        : len(column) + 1
+    ]
     lengths = np.diff(edges)
     rows.empty = table.num_rows - int((lengths > 0).sum())
     rows.numbers = numbers[lengths > 0].tolist()
@@ -277,7 +296,9 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
     if not isinstance(block.content, bytes):
         return None
     try:
-        reader, pyarrow = map(importlib.import_module, ("pyarrow.json", "pyarrow"))
+        reader, pyarrow = map(
+            importlib.import_module, ("pyarrow.json", "pyarrow")
+        )
         # refuses invalid UTF-8 in the other fields too
         _ = block.content.isascii() or block.content.decode()
     except (ImportError, UnicodeDecodeError):
@@ -286,7 +307,9 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
     try:
         table = reader.read_json(
             pyarrow.BufferReader(block.content),
-            reader.ReadOptions(use_threads=False, block_size=len(block.content) + 1),
+            reader.ReadOptions(
+                use_threads=False, block_size=len(block.content) + 1
+            ),
             reader.ParseOptions(
                 explicit_schema=schema, unexpected_field_behavior="ignore"
             ),
@@ -302,7 +325,9 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
 # ---- rows as Python objects
 
 
-def _objects(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]:
+def _objects(
+    block: SourceBlock, faults: list[str]
+) -> Iterator[tuple[int, Any]]:
     """Yield numbered rows; unreadable ones are added to `faults`."""
     if isinstance(block.content, list):
         yield from enumerate(block.content, block.first)
@@ -311,8 +336,13 @@ def _objects(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]
         table = block.content.batch
         for number in range(block.first, block.first + table.num_rows):
             try:
-                yield number, table.slice(number - block.first, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:  # Arrow does not validate UTF-8
+                yield (
+                    number,
+                    table.slice(number - block.first, 1).to_pylist()[0],
+                )
+            except (
+                UnicodeDecodeError
+            ) as error:  # Arrow does not validate UTF-8
                 faults.append(
                     f"{place(block, number)}: byte {error.start} of a text is not UTF-8"
                 )
@@ -374,13 +404,17 @@ def _add_chat(row: Any, number: int, form: Form, rows: Rows) -> None:
 
 def _instruction(row: Any) -> list[Message]:
     """Return the messages of an instruction with its optional input, and its output."""
-    instruction, output = (_named(row, each) for each in ("instruction", "output"))
+    instruction, output = (
+        _named(row, each) for each in ("instruction", "output")
+    )
     about = row.get("input")
     for value in (instruction, output, about):
         if value is not None and not isinstance(value, str):
             raise BadRow("its instruction, input and output are not all text")
     asked = "\n\n".join(part for part in (instruction, about) if part)
-    return _turn(asked, "user", "instruction") + _turn(output, ASSISTANT, "output")
+    return _turn(asked, "user", "instruction") + _turn(
+        output, ASSISTANT, "output"
+    )
 
 
 def _add_pair(row: Any, number: int, form: Form, rows: Rows) -> None:
@@ -395,7 +429,9 @@ def _add_pair(row: Any, number: int, form: Form, rows: Rows) -> None:
     if form.plain:
         for value in (*both, prompt):
             if value is not None and not isinstance(value, str):
-                raise BadRow("its prompt, chosen and rejected are not all text")
+                raise BadRow(
+                    "its prompt, chosen and rejected are not all text"
+                )
         if not all(both):
             rows.unanswered += 1
             return
@@ -434,7 +470,8 @@ def answers(number: int, message: Message) -> bool:
     """True if a message is an answer to train on. OpenAI's format excludes those with
     weight 0."""
     said = any(
-        message.get(each) for each in ("content", "tool_calls", "reasoning_content")
+        message.get(each)
+        for each in ("content", "tool_calls", "reasoning_content")
     )
     own = message["role"] == ASSISTANT and message.get("weight", 1) != 0
     return number > 0 and own and bool(said)
@@ -446,7 +483,9 @@ def _turn(value: Any, role: str, name: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = _messages(value)
-    if role != ASSISTANT:  # assistant messages quoted in the prompt are not trained on
+    if (
+        role != ASSISTANT
+    ):  # assistant messages quoted in the prompt are not trained on
         return [message | {"weight": 0} for message in messages]
     if any(message["role"] != ASSISTANT for message in messages):
         raise BadRow(f"{name!r} has messages that are not the assistant's")

@@ -30,7 +30,10 @@ LINE = 64 << 20  # maximum bytes of a line of JSON
 # split
 LONGEST = 1 << 20
 SHORTEST = 1 << 10
-_SAVED = ("state.json", "dataset_info.json")  # files of a folder that `datasets` saved
+_SAVED = (
+    "state.json",
+    "dataset_info.json",
+)  # files of a folder that `datasets` saved
 _SPLITS = "dataset_dict.json"
 _LIMIT = 64 << 20  # maximum bytes of a description
 _PACKED = (".gz", ".zst")
@@ -103,7 +106,9 @@ def find_sources(path: Path) -> list[Source]:
     if not path.exists():
         raise DataError(f"{path} does not exist. Name a file or a folder.")
     sources = list(
-        _below(path, path, None) if path.is_dir() else [_source(path, path.parent)]
+        _below(path, path, None)
+        if path.is_dir()
+        else [_source(path, path.parent)]
     )
     if not sources:
         raise DataError(f"{path} holds no file.")
@@ -114,7 +119,9 @@ def _below(root: Path, folder: Path, split: int | None) -> Iterator[Source]:
     if all((folder / name).is_file() for name in _SAVED):
         files = Folder(folder, DataError)
         for each in files.json(_SAVED[0], _LIMIT).get("_data_files") or ():
-            name = str(each.get("filename") if isinstance(each, dict) else each)
+            name = str(
+                each.get("filename") if isinstance(each, dict) else each
+            )
             # refuses names that lead out of this folder
             files.open(name).close()
             yield _source(folder / name, root, split)
@@ -161,7 +168,8 @@ def blocks(
     """
     if source.path.suffix in _NOT_READ:
         raise BadFile(
-            str(source.path), "is a table that is not read; make it .jsonl or .parquet"
+            str(source.path),
+            "is a table that is not read; make it .jsonl or .parquet",
         )
     if source.kind in _TABLES.values():
         yield from _tables(source, columns)
@@ -173,7 +181,9 @@ def blocks(
             yield from _lines(source, file, raw)
         else:
             longest = (
-                max(SHORTEST, min(LONGEST, source.size // 64)) if alone else LONGEST
+                max(SHORTEST, min(LONGEST, source.size // 64))
+                if alone
+                else LONGEST
             )
             yield from _texts(source, file, raw, longest)
 
@@ -232,7 +242,9 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     far it was read."""
     try:
         with open_regular(path) as raw:
-            packed: Any = _Unpacked(raw, path) if path.suffix in _PACKED else None
+            packed: Any = (
+                _Unpacked(raw, path) if path.suffix in _PACKED else None
+            )
             yield (io.BufferedReader(packed, BLOCK) if packed else raw), raw
     except OSError as error:
         raise BadFile(str(path), f"cannot be read: {reason(error)}") from None
@@ -255,11 +267,17 @@ def _texts(
     number, rest = 0, b""
     while content := rest + file.read(max(0, longest - len(rest))):
         if not number and b"\0" in content[:8192]:
-            raise BadFile(str(source.path), "is not text: it has bytes of zero")
+            raise BadFile(
+                str(source.path), "is not text: it has bytes of zero"
+            )
         content += b"" if content.endswith(b"\n") else file.readline(longest)
         # A line without end is cut, but never within a UTF-8 character.
         tail = content[-4:]
-        cut = len(content) - len(tail) + codecs.utf_8_decode(tail, "ignore", False)[1]
+        cut = (
+            len(content)
+            - len(tail)
+            + codecs.utf_8_decode(tail, "ignore", False)[1]
+        )
         content, rest = content[:cut], content[cut:]
         if not content:  # the file ends within a character
             content, rest = rest, b""
@@ -268,24 +286,35 @@ def _texts(
         number += 1
 
 
-def _lines(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBlock]:
+def _lines(
+    source: Source, file: BinaryIO, raw: BinaryIO
+) -> Iterator[SourceBlock]:
     first = 1
     while content := file.read(BLOCK):
         content += b"" if content.endswith(b"\n") else file.readline(LINE)
         if len(content) >= LINE:
             raise BadFile(
-                f"{source.path}, line {first}", f"is longer than {LINE:,} bytes"
+                f"{source.path}, line {first}",
+                f"is longer than {LINE:,} bytes",
             )
         # three times as fast as bytes.count
-        lines = int(np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n")))
+        lines = int(
+            np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n"))
+        )
         lines += not content.endswith(b"\n")
         yield SourceBlock(
-            source, first, content.removeprefix(codecs.BOM_UTF8), raw.tell(), lines
+            source,
+            first,
+            content.removeprefix(codecs.BOM_UTF8),
+            raw.tell(),
+            lines,
         )
         first += lines
 
 
-def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBlock]:
+def _objects(
+    source: Source, file: BinaryIO, raw: BinaryIO
+) -> Iterator[SourceBlock]:
     """Yield the elements of a JSON array. A .json file may also hold JSON lines."""
     reader = codecs.getreader("utf-8-sig")(file)
     decoder, number, batch, size = json.JSONDecoder(), 0, list[Any](), 0
@@ -323,7 +352,8 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
                 text, at, ended = text[at:] + more, 0, not more
                 if len(text) > LINE:
                     raise BadFile(
-                        place, f"has no end within {LINE:,} characters, or is not JSON"
+                        place,
+                        f"has no end within {LINE:,} characters, or is not JSON",
                     )
                 continue
             if stop >= len(text):
@@ -331,7 +361,9 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
             batch.append(value)
             size, at, number = size + stop - at, stop, number + 1
             if size >= BLOCK:
-                yield SourceBlock(source, number - len(batch), batch, raw.tell())
+                yield SourceBlock(
+                    source, number - len(batch), batch, raw.tell()
+                )
                 batch, size = [], 0
     except BadFile as error:
         wrong = error
@@ -358,13 +390,17 @@ def _tables(source: Source, columns: tuple[str, ...]) -> Iterator[SourceBlock]:
                 behind = source.size * number // max(number, total)
                 yield SourceBlock(source, first, Table(part), behind)
     except (pyarrow.ArrowException, OSError) as error:
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = (
+            str(error).splitlines()[0] if str(error) else type(error).__name__
+        )
         raise BadFile(
             f"{source.path}, row {number}", f"cannot be read: {what}"
         ) from None
 
 
-def _batches(source: Source, columns: tuple[str, ...]) -> Iterator[tuple[Any, int]]:
+def _batches(
+    source: Source, columns: tuple[str, ...]
+) -> Iterator[tuple[Any, int]]:
     """Yield a table's record batches, and the number of rows of the file if it is
     known, else 0."""
     if source.kind == "parquet":
@@ -382,7 +418,9 @@ def _batches(source: Source, columns: tuple[str, ...]) -> Iterator[tuple[Any, in
             yield batch.select(_wanted(source, batch.schema.names, columns)), 0
 
 
-def _wanted(source: Source, names: list[str], columns: tuple[str, ...]) -> list[str]:
+def _wanted(
+    source: Source, names: list[str], columns: tuple[str, ...]
+) -> list[str]:
     if columns and columns[0] not in names:
         known = ", ".join(names[:8])
         raise BadFile(

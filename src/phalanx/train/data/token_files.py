@@ -67,7 +67,9 @@ class Stream:
         """Return tokens `start` to `stop`, and the number of each one's document."""
         refuse_cut(self.tokens)
         refuse_cut(self.starts)
-        first, last = np.searchsorted(self.starts, (start, stop - 1), "right") - 1
+        first, last = (
+            np.searchsorted(self.starts, (start, stop - 1), "right") - 1
+        )
         edges = np.clip(self.starts[first : last + 2], start, stop)
         documents = np.repeat(np.arange(first, last + 1), np.diff(edges))
         if self.origins is None:
@@ -75,7 +77,9 @@ class Stream:
         shift = self.origins[first : last + 1] - self.starts[first : last + 1]
         runs = zip(shift, edges, edges[1:], strict=False)
         parts = [
-            self.tokens[by + a : by + b].astype(np.int64) for by, a, b in runs if a < b
+            self.tokens[by + a : by + b].astype(np.int64)
+            for by, a, b in runs
+            if a < b
         ]
         return np.concatenate(parts), documents
 
@@ -100,7 +104,9 @@ class Corpus:
     weight: int = 0
     files: tuple[tuple[str, Path], ...] = ()
     reading: str = ""
-    pairs: bool = False  # documents 2n and 2n + 1 are a chosen and a rejected answer
+    pairs: bool = (
+        False  # documents 2n and 2n + 1 are a chosen and a rejected answer
+    )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -112,7 +118,9 @@ class Corpus:
         """This source as a checkpoint records it, without its files."""
         content = "" if self.files else self.mark
         sizes = self.train.size, self.validation.size
-        return SourceRecord(self.name, self.reading, content, self.weight, *sizes)
+        return SourceRecord(
+            self.name, self.reading, content, self.weight, *sizes
+        )
 
 
 def describe(corpora: Sequence[Corpus]) -> list[SourceRecord]:
@@ -120,7 +128,9 @@ def describe(corpora: Sequence[Corpus]) -> list[SourceRecord]:
     try:
         return described([(corpus.record, corpus.files) for corpus in corpora])
     except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read: {reason(error)}.") from None
+        raise DataError(
+            f"{error.filename}: cannot be read: {reason(error)}."
+        ) from None
 
 
 def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
@@ -140,7 +150,9 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
         train, validation = (
             Stream(x, np.array((0, len(x)), np.int64)) for x, _ in parts
         )
-        mark = hashlib.sha256("".join(mark for _, mark in parts).encode()).hexdigest()
+        mark = hashlib.sha256(
+            "".join(mark for _, mark in parts).encode()
+        ).hexdigest()
         files = tuple((name, path / name) for name in _NANOGPT)
         reading = " and ".join(_reading(tokens) for tokens, _ in parts)
         return Corpus(
@@ -157,7 +169,11 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
         return Corpus(
             str(path), *streams, 0, mark, files=files, reading=_reading(tokens)
         )
-    what = "is not there" if not path.exists() else "holds no tokens that are known"
+    what = (
+        "is not there"
+        if not path.exists()
+        else "holds no tokens that are known"
+    )
     raise DataError(
         f"{path} {what}. Text becomes tokens by `phalanx data prepare {path} --out DIR`; read as"
         " they are: DIR, .bin with .idx, .bin, .uint16, .uint32, a folder with train.bin and"
@@ -178,12 +194,18 @@ def has_tokens(path: Path) -> bool:
     """True if the path holds tokens; anything else is text or chats to be prepared."""
     named = path.suffix in (".bin", ".idx", *RAW) and path.is_file()
     return (
-        named or (path / INDEX).is_file() or all((path / n).is_file() for n in _NANOGPT)
+        named
+        or (path / INDEX).is_file()
+        or all((path / n).is_file() for n in _NANOGPT)
     )
 
 
 def map_file(
-    folder: Folder, name: str, dtype: np.dtype[Any], count: int, offset: int = 0
+    folder: Folder,
+    name: str,
+    dtype: np.dtype[Any],
+    count: int,
+    offset: int = 0,
 ) -> NDArray[Any]:
     """Map `count` values of a file, from `offset` to its end, without reading them."""
     with folder.open(name) as file:
@@ -196,8 +218,12 @@ def map_file(
             )
         if not count:
             return np.empty(0, dtype)
-        mapped: np.memmap[Any, Any] = np.memmap(file, dtype, "r", offset, (count,))
-        mapped.filename = str(folder.path / name)  # numpy sets it only for a path
+        mapped: np.memmap[Any, Any] = np.memmap(
+            file, dtype, "r", offset, (count,)
+        )
+        mapped.filename = str(
+            folder.path / name
+        )  # numpy sets it only for a path
         return mapped
 
 
@@ -216,7 +242,11 @@ def refuse_cut(mapped: NDArray[Any]) -> None:
 
 
 def _rises(offsets: NDArray[np.int64], last: int) -> bool:
-    return offsets[0] == 0 and offsets[-1] == last and not (np.diff(offsets) < 0).any()
+    return (
+        offsets[0] == 0
+        and offsets[-1] == last
+        and not (np.diff(offsets) < 0).any()
+    )
 
 
 def held_out(names: Iterable[str], share: float) -> NDArray[np.bool_]:
@@ -226,13 +256,17 @@ def held_out(names: Iterable[str], share: float) -> NDArray[np.bool_]:
     # limit.
     limit = min(math.ceil(share * 2**64), 2**64 - 1).to_bytes(8, "big")
     below = (
-        hashlib.sha256(n.encode("utf-8", "replace")).digest() < limit for n in names
+        hashlib.sha256(n.encode("utf-8", "replace")).digest() < limit
+        for n in names
     )
     return np.fromiter(below, bool)
 
 
 def _split(
-    tokens: Tokens, ends: NDArray[np.int64], share: float, names: Sequence[str] = ()
+    tokens: Tokens,
+    ends: NDArray[np.int64],
+    share: float,
+    names: Sequence[str] = (),
 ) -> tuple[Stream, Stream]:
     """Split documents that lie mixed in one array into the two parts.
 
@@ -241,7 +275,9 @@ def _split(
     chosen = held_out(names or map(str, range(len(ends) - 1)), share)
 
     def part(mask: NDArray[np.bool_]) -> Stream:
-        starts = np.concatenate(([0], np.cumsum(np.diff(ends)[mask]))).astype(np.int64)
+        starts = np.concatenate(([0], np.cumsum(np.diff(ends)[mask]))).astype(
+            np.int64
+        )
         return Stream(tokens, starts, ends[:-1][mask])
 
     return part(~chosen), part(chosen)
@@ -255,7 +291,9 @@ FORMAT, VERSION = "phalanx-tokens", 1
 SPLITS = ("train", "validation")
 # the file of a split with the mask of trained tokens of chats
 ANSWERS = "answers"
-DTYPES: dict[str, np.dtype[Any]] = {n: np.dtype(f"<{n}") for n in ("u1", "u2", "u4")}
+DTYPES: dict[str, np.dtype[Any]] = {
+    n: np.dtype(f"<{n}") for n in ("u1", "u2", "u4")
+}
 LIMIT = 1 << 20  # bytes of an index
 
 
@@ -295,7 +333,8 @@ class Index:
 def dtype_for(vocab: int) -> str:
     """Return the narrowest dtype that holds every token."""
     return next(
-        (name for name, bits in (("u1", 8), ("u2", 16)) if vocab <= 1 << bits), "u4"
+        (name for name, bits in (("u1", 8), ("u2", 16)) if vocab <= 1 << bits),
+        "u4",
     )
 
 
@@ -309,8 +348,12 @@ def open_prepared(path: Path) -> Corpus:
     each = held.text_bytes / held.tokens if held.tokens else None
     files = []
     for name in SPLITS:
-        answers = [ANSWERS] if getattr(index.splits, name).answers_sha256 else []
-        roles = [f"{name}.{what}" for what in ("tokens", "documents", *answers)]
+        answers = (
+            [ANSWERS] if getattr(index.splits, name).answers_sha256 else []
+        )
+        roles = [
+            f"{name}.{what}" for what in ("tokens", "documents", *answers)
+        ]
         files += [(role, path / role) for role in roles]
     mark, reading = (
         folder.sha256(INDEX),
@@ -333,11 +376,14 @@ def _index(folder: Folder) -> Index:
     where, table = str(folder.path / INDEX), folder.json(INDEX, LIMIT)
     if (table.get("format"), table.get("version")) != (FORMAT, VERSION):
         folder.refuse(
-            INDEX, f"is not an index that this reads: {FORMAT!r} of version {VERSION}."
+            INDEX,
+            f"is not an index that this reads: {FORMAT!r} of version {VERSION}.",
         )
     index = decode(Index, table, where, DataError)
     if index.vocab > 1 << 8 * DTYPES[index.dtype].itemsize:
-        folder.refuse(INDEX, f"tokens of type {index.dtype} cannot name {index.vocab}.")
+        folder.refuse(
+            INDEX, f"tokens of type {index.dtype} cannot name {index.vocab}."
+        )
     return index
 
 
@@ -353,8 +399,12 @@ def tokenizer_of(path: str) -> str:
 
 def _stream(folder: Folder, index: Index, name: str) -> Stream:
     split: Split = getattr(index.splits, name)
-    tokens = map_file(folder, f"{name}.tokens", DTYPES[index.dtype], split.tokens)
-    starts = map_file(folder, f"{name}.documents", np.dtype("<i8"), split.documents + 1)
+    tokens = map_file(
+        folder, f"{name}.tokens", DTYPES[index.dtype], split.tokens
+    )
+    starts = map_file(
+        folder, f"{name}.documents", np.dtype("<i8"), split.documents + 1
+    )
     if not _rises(starts, len(tokens)):
         folder.refuse(
             f"{name}.documents",
@@ -362,7 +412,9 @@ def _stream(folder: Folder, index: Index, name: str) -> Stream:
         )
     if not split.answers_sha256:
         return Stream(tokens, starts)
-    answers = map_file(folder, f"{name}.{ANSWERS}", np.dtype("u1"), split.tokens)
+    answers = map_file(
+        folder, f"{name}.{ANSWERS}", np.dtype("u1"), split.tokens
+    )
     return Stream(tokens, starts, None, answers)
 
 
@@ -406,7 +458,9 @@ def _bin(path: Path) -> tuple[Tokens, str]:
     )
     if (magic, version) in LLM_C:
         if count < 1:
-            folder.refuse(path.name, f"its header has a count of {count:,} tokens.")
+            folder.refuse(
+                path.name, f"its header has a count of {count:,} tokens."
+            )
         dtype = np.dtype(LLM_C[magic, version])
         return map_file(folder, path.name, dtype, count, HEADER), mark
     dtype = np.dtype(RAW.get(path.suffix, "<u2"))
@@ -439,7 +493,9 @@ def _open_megatron(path: Path, share: float) -> Corpus:
         size = os.fstat(file.fileno()).st_size
         head = file.read(34)
         if len(head) < 34 or head[:9] != MEGATRON:
-            folder.refuse(name, "is no Megatron index: it does not begin with MMIDIDX.")
+            folder.refuse(
+                name, "is no Megatron index: it does not begin with MMIDIDX."
+            )
         version, code, sequences, count = struct.unpack_from("<QBQQ", head, 9)
         if version != 1 or code not in MEGATRON_DTYPES:
             folder.refuse(
@@ -466,15 +522,21 @@ def _open_megatron(path: Path, share: float) -> Corpus:
         folder.refuse(name, "a sequence has a negative length.")
     tokens = map_file(folder, f"{path.stem}.bin", dtype, int(offsets[-1]))
     if bool((pointers != offsets[:-1] * dtype.itemsize).any()):
-        folder.refuse(name, "its sequences do not follow one another in the file.")
+        folder.refuse(
+            name, "its sequences do not follow one another in the file."
+        )
     if not _rises(documents, sequences):
         folder.refuse(
             name, f"its documents must rise from 0 to {sequences:,} sequences."
         )
     mark = hashlib.sha256(content).hexdigest()
-    files = tuple((suffix, path.with_suffix(suffix)) for suffix in (".bin", ".idx"))
+    files = tuple(
+        (suffix, path.with_suffix(suffix)) for suffix in (".bin", ".idx")
+    )
     streams = _split(tokens, offsets[documents], share)
-    return Corpus(str(path), *streams, 0, mark, files=files, reading=_reading(tokens))
+    return Corpus(
+        str(path), *streams, 0, mark, files=files, reading=_reading(tokens)
+    )
 
 
 # ---- the text that every machine has: the Python standard library, with bytes as
@@ -506,7 +568,9 @@ def open_library(share: float = HELD_OUT) -> Corpus:
             if (path := Path(folder, file)).suffix == ".py"
         ]
     texts = {
-        p.relative_to(root).as_posix(): p.read_bytes() for p in paths if p.is_file()
+        p.relative_to(root).as_posix(): p.read_bytes()
+        for p in paths
+        if p.is_file()
     }
     if not texts:
         raise DataError(
@@ -517,6 +581,10 @@ def open_library(share: float = HELD_OUT) -> Corpus:
     streams = _split(np.frombuffer(whole, np.uint8), ends, share, list(texts))
     mark = hashlib.sha256(whole).hexdigest()
     # The names of the modules decide which are held out.
-    names = hashlib.sha256("\n".join(texts).encode("utf-8", "replace")).hexdigest()
+    names = hashlib.sha256(
+        "\n".join(texts).encode("utf-8", "replace")
+    ).hexdigest()
     reading = f"bytes of modules {names[:16]}"
-    return Corpus("python", *streams, BYTES, mark, bytes_per_token=1.0, reading=reading)
+    return Corpus(
+        "python", *streams, BYTES, mark, bytes_per_token=1.0, reading=reading
+    )

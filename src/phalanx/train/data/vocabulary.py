@@ -60,7 +60,9 @@ class Bytes:
         """The tokens that end generated text: none."""
         return frozenset()
 
-    def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded:
+    def encode(
+        self, raw: bytes | memoryview, lengths: NDArray[np.int64]
+    ) -> Encoded:
         return Encoded(np.frombuffer(raw, np.uint8), lengths)
 
     def prompt(self, text: str) -> list[int]:
@@ -70,7 +72,10 @@ class Bytes:
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens to text. A token beyond the bytes, of a larger vocabulary,
         becomes U+FFFD."""
-        known = [bytes([token]) if token < self.size else b"\xff" for token in tokens]
+        known = [
+            bytes([token]) if token < self.size else b"\xff"
+            for token in tokens
+        ]
         return b"".join(known).decode(errors="replace")
 
     def refuse_chats(self) -> NoReturn:
@@ -111,14 +116,21 @@ class Tokenizer:
         texts = [text]
         if self.folder:
             there = [
-                name for name in (CONFIG, TEMPLATE) if (self.folder / name).is_file()
+                name
+                for name in (CONFIG, TEMPLATE)
+                if (self.folder / name).is_file()
             ]
             texts += [files.text(name, LIMIT) for name in there]
-        self.marks = tuple(hashlib.sha256(each.encode()).hexdigest() for each in texts)
+        self.marks = tuple(
+            hashlib.sha256(each.encode()).hexdigest() for each in texts
+        )
         self.name = f"{FILE} sha256:{self.marks[0]}"
         # Ids may have gaps, so take the highest one instead of their number.
         self.size = (
-            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+            max(
+                self._tokenizer.get_vocab(with_added_tokens=True).values(),
+                default=0,
+            )
             + 1
         )
         self.end: int | None = None
@@ -145,7 +157,11 @@ class Tokenizer:
                     f"{folder / CONFIG}: is not a JSON object: {error}."
                 ) from None
             token = token.get("content") if isinstance(token, dict) else token
-            end = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+            end = (
+                self._tokenizer.token_to_id(token)
+                if isinstance(token, str)
+                else None
+            )
         # further ones end a turn of a chat
         end = end[0] if isinstance(end, list) and end else end
         if type(end) is not int or not 0 <= end < self.size:
@@ -155,15 +171,23 @@ class Tokenizer:
             )
         return end
 
-    def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded:
+    def encode(
+        self, raw: bytes | memoryview, lengths: NDArray[np.int64]
+    ) -> Encoded:
         edges = [0, *accumulate(lengths.tolist())]
         texts = [str(raw[a:b], "utf-8") for a, b in pairwise(edges)]
         # the fast form computes no offsets
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encoded = self._tokenizer.encode_batch_fast(
+            texts, add_special_tokens=False
+        )
         closing = () if self.end is None else (self.end,)
         numbers = [each.ids for each in encoded]
-        flat = list(chain.from_iterable(chain(ids, closing) for ids in numbers))
-        counts = np.fromiter(map(len, numbers), np.int64, len(numbers)) + len(closing)
+        flat = list(
+            chain.from_iterable(chain(ids, closing) for ids in numbers)
+        )
+        counts = np.fromiter(map(len, numbers), np.int64, len(numbers)) + len(
+            closing
+        )
         return Encoded(np.array(flat, f"<{dtype_for(self.size)}"), counts)
 
     # ---- generation
@@ -176,7 +200,9 @@ class Tokenizer:
         for name in (MODEL, GENERATION):
             if self.folder is not None and (self.folder / name).is_file():
                 value = (
-                    Folder(self.folder, DataError).json(name, LIMIT).get("eos_token_id")
+                    Folder(self.folder, DataError)
+                    .json(name, LIMIT)
+                    .get("eos_token_id")
                 )
                 values = value if isinstance(value, list) else [value]
                 found |= {token for token in values if isinstance(token, int)}
@@ -184,16 +210,22 @@ class Tokenizer:
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a text that a model is to continue."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=False
+        ).ids
         return ids
 
     def chat_prompt(self, messages: list[Message]) -> list[int]:
         """Return the tokens of a chat up to the start of the model's answer."""
-        return self.prompt(self._written(messages, None, add_generation_prompt=True))
+        return self.prompt(
+            self._written(messages, None, add_generation_prompt=True)
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens to text, without special tokens."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        text: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True
+        )
         return text
 
     # ---- chats
@@ -213,7 +245,11 @@ class Tokenizer:
         except BadRow:
             raise
         except Exception as error:  # raised by Jinja or by the template itself
-            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            what = (
+                str(error).splitlines()[0]
+                if str(error)
+                else type(error).__name__
+            )
             raise BadRow(f"its chat template refuses it: {what}") from None
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         marks = [
@@ -237,7 +273,9 @@ class Tokenizer:
             raise DataError(
                 "chats need the tokenizer's folder, with its chat template, not a file."
             )
-        transformers = needed("transformers", self.folder, "to fill in a chat template")
+        transformers = needed(
+            "transformers", self.folder, "to fill in a chat template"
+        )
         needed("jinja2", self.folder, "to fill in a chat template")
         try:
             made = transformers.PreTrainedTokenizerFast.from_pretrained(
@@ -249,7 +287,9 @@ class Tokenizer:
             ) from None
         if not isinstance(made.chat_template, str):
             what = (
-                "several chat templates" if made.chat_template else "no chat template"
+                "several chat templates"
+                if made.chat_template
+                else "no chat template"
             )
             raise DataError(
                 f"{self.folder}: has {what}. Put the one to train with there as {TEMPLATE}."
@@ -267,13 +307,16 @@ class Tokenizer:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a chat as text, with the start and end of each answer."""
         plain = [
-            {k: x for k, x in message.items() if k != "weight"} for message in messages
+            {k: x for k, x in message.items() if k != "weight"}
+            for message in messages
         ]
         text, spans = self._written(plain, tools), list[tuple[int, int]]()
         for n, message in enumerate(messages):
             if not answers(n, message):
                 continue
-            prompt = self._written(plain[:n], tools, add_generation_prompt=True)
+            prompt = self._written(
+                plain[:n], tools, add_generation_prompt=True
+            )
             upto = self._written(plain[: n + 1], tools)
             if not (text.startswith(upto) and upto.startswith(prompt)):
                 raise BadRow(
@@ -302,7 +345,10 @@ Vocabulary = Bytes | Tokenizer
 
 def _answered(vocabulary: Vocabulary, prompt: str, answer: str) -> Encoded:
     closing = [] if vocabulary.end is None else [vocabulary.end]
-    asked, answered = vocabulary.prompt(prompt), vocabulary.prompt(answer) + closing
+    asked, answered = (
+        vocabulary.prompt(prompt),
+        vocabulary.prompt(answer) + closing,
+    )
     tokens = np.array(asked + answered, f"<{dtype_for(vocabulary.size)}")
     marks = np.array([0] * len(asked) + [1] * len(answered), np.uint8)
     return Encoded(tokens, np.array([len(tokens)]), marks)

@@ -18,7 +18,9 @@ _HERE = Path(__file__).resolve().parent
 class AfterTorch(MetaPathFinder):
     """A finder that starts the recorder as soon as `import torch` has finished."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -64,7 +66,9 @@ def _package() -> Any:
 
 def _run_next() -> None:
     """Runs the sitecustomize that this one hides, such as a distribution's or an environment's."""
-    others = [path for path in sys.path if Path(path or ".").resolve() != _HERE]
+    others = [
+        path for path in sys.path if Path(path or ".").resolve() != _HERE
+    ]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
