@@ -2,6 +2,12 @@
 
 Nothing here knows how a model is sharded. `decoder.describe` and `mlp.describe` return
 a model's pieces and the names of its weights' dims.
+
+Comments give shapes in the words of a shape's keys (`hidden`, `heads`, `kv_heads`,
+`head_dim`, `ffn`, `vocab`, `experts`, `top_k`), with B for the sequences of a
+microbatch, T for their tokens and n for rows of tokens sorted by expert. A module sees
+only its rank's share of each. `parallel` writes that share out: (B, T / cp, heads / tp,
+head_dim).
 """
 
 from . import decoder, mlp

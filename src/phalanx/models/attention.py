@@ -105,6 +105,8 @@ class HeadsAttention(nn.Module, ABC):
         super().__init__()
         self.value_dim, self._heads = value_dim, sizes.heads
         self.rope, self.rope_pairs = sizes.rope(window), sizes.rope_pairs
+        # Blocks with a window may have another theta than the rest (Gemma 3); this is
+        # the index of this block's rope among the model's distinct ones.
         self.rope_number = sizes.ropes.index(self.rope) if self.rope else 0
         self.turned_dim = sizes.turned_dim
         self.core = Core(window, sizes.softcap)
@@ -159,6 +161,7 @@ class HeadsAttention(nn.Module, ABC):
         if angles is None:
             cos, sin = self.rope.angles(positions, self.turned_dim, dtype)
         else:
+            # angles: (ropes, 2, B, T, 1, turned_dim / 2), computed once for all blocks
             cos, sin = angles[self.rope_number].unbind()
         # cos, sin: (B, T, 1, turned_dim / 2)
         return lambda x: rotate(x, cos, sin, self.rope_pairs)
@@ -190,6 +193,7 @@ class Attention(HeadsAttention):
         )
         kind = "rms" if sizes.norm == "layer" else sizes.norm
         norm = partial(norm_of, kind, eps=sizes.eps)
+        # OLMo-2 normalizes all heads of a token together, Qwen3 and Gemma 3 each head.
         over_all = sizes.qk_norm and sizes.qk_norm_wide
         each = sizes.qk_norm and not over_all
         self.q_norm = norm(self.head_dim) if each else None
@@ -204,12 +208,14 @@ class Attention(HeadsAttention):
         # (B, T, heads * head_dim), (B, T, kv_heads * head_dim)
         q, k = self.wq(x), self.wk(x)
         v = self.wv(x).unflatten(-1, per_head)  # (B, T, kv_heads, head_dim)
+        # A wide norm comes before the heads are split, a norm per head after it.
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
             q, k = self.q_wide_norm(q), self.k_wide_norm(k)
         # (B, T, heads or kv_heads, head_dim)
         q, k = q.unflatten(-1, per_head), k.unflatten(-1, per_head)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        # The norms come before the rotation, as in Qwen3 and Gemma 3.
         turn = self._turn(positions, angles, q.dtype)
         q, k = turn(q), turn(k)
         if self.query_scale != 1:
@@ -242,6 +248,7 @@ class LatentAttention(HeadsAttention):
             partial(nn.Linear, bias=False),
             partial(RMSNorm, eps=LATENT_EPS),
         )
+        # q_latent = 0, as in DeepSeek-V2-Lite: queries have no latent vector.
         self.wq: Any = (
             None if q_latent else linear(hidden, heads * self.head_dim)
         )
@@ -265,6 +272,7 @@ class LatentAttention(HeadsAttention):
         queries = x if self.wq_a is None else self.q_a_norm(self.wq_a(x))
         q = self.wq_b(queries) if self.wq is None else self.wq(x)
         q = q.view(*x.shape[:-1], *q_head)  # (B, T, heads, head_dim)
+        # k_turned is one key for all heads; the norm covers the latent vector alone.
         # (B, T, kv_latent), (B, T, rope_dim)
         latent, k_turned = torch.split(
             self.wkv_a(x), [self.kv_latent, self.rope_dim], -1

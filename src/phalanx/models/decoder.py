@@ -32,6 +32,8 @@ from .norm import norm_of
 from .rope import shared_angles
 from .sizes import DecoderSizes
 
+# A name pattern and one dim name for each dim of the tensor; the first match counts.
+# `layout/rules.py` maps dim names to mesh axes, and "-" is never sharded.
 RULES = """\
 embed.tokens.weight : vocab embed
 embed.positions.weight : position embed
@@ -207,6 +209,7 @@ class BlockWithLosses(NumberedPart):
 
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__(block._number)
+        # The block's attribute names, so that the rules above match these weights too.
         self.attn_norm, self.mlp_norm = block.attn_norm, block.mlp_norm
         self.attn_post_norm, self.mlp_post_norm = (
             block.attn_post_norm,
@@ -244,9 +247,11 @@ class RoutingPart(NumberedPart):
 
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__(block._number)
+        # As in the block: the attributes' names are the weights' names in the rules.
         self.attn_norm, self.mlp_norm = block.attn_norm, block.mlp_norm
         self.attn_post_norm = block.attn_post_norm
         self.attn = block.attn
+        # The router, the shared experts and the sort by expert; no routed weights.
         self.mlp = Sending(block.mlp)
         self.attn_dropout = block.attn_dropout
 
@@ -310,6 +315,7 @@ class MergingPart(NumberedPart):
         shared: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
+        # sent: (n, hidden), the experts' results, back where the tokens came from
         m = self.merge(sent, gates, order)  # (B, T, hidden)
         m = m if shared is None else m + shared
         return _add_mlp(self, x, m, self.own_noise(noise))
@@ -409,6 +415,7 @@ def _block(sizes: DecoderSizes, piece: int) -> Block:
     attn = (LatentAttention if sizes.kv_latent else Attention)(sizes, window)
     if not sizes.experts or piece < sizes.dense_layers:
         return Block(piece, attn, Mlp(sizes, sizes.ffn), sizes)
+    # Shared experts are one MLP of their summed width (DeepSeek-V3 2024, 2.1.2).
     shared = sizes.shared_experts * sizes.expert_ffn
     beside = Mlp(sizes, shared) if shared else None
     return ExpertBlock(
@@ -431,6 +438,7 @@ class Decoder(nn.Module):
         )
         norm = norm_of(of.norm, of.hidden, of.eps)
         self.head = Head(of.hidden, of.vocab, norm, of.logit_softcap)
+        # One parameter under two names: its gradient is the sum of both uses.
         if of.tied:
             self.head.output.weight = self.embed.tokens.weight
         for name, weight in self.named_parameters():
@@ -444,6 +452,7 @@ class Decoder(nn.Module):
             time = torch.arange(tokens.shape[1], device=tokens.device)
             shared["positions"] = time.expand_as(tokens)
         x = self.embed(tokens, shared["positions"])  # (B, T, hidden)
+        # Derived once here rather than in each block, for example the rotary angles.
         shared |= {
             name: make(shared, x.dtype) for name, make in self.derived.items()
         }

@@ -149,10 +149,13 @@ class Router(nn.Module):
             self.tally.scatter_add_(
                 0, chosen.flatten(), sent.flatten().to(torch.int64)
             )
+        # The bias decides who is chosen, but a gate is the expert's own score: no
+        # gradient of the model's loss reaches the bias.
         gates = scores.gather(-1, chosen)  # (B, T, top_k)
         if self.normalized:
             gates = gates / gates.sum(-1, keepdim=True)
         gates = gates * self.scale if self.scale != 1 else gates
+        # The rest is for training alone: the bias's counts and the losses' terms.
         balances = self.bias is not None and torch.is_grad_enabled()
         if not (balances or self.has_losses):
             return Routed(gates, chosen, {})
@@ -180,6 +183,7 @@ class Router(nn.Module):
         if not torch.is_grad_enabled():
             return terms
         if self.sequence_loss or self.batch_loss:
+            # p: (B, T, experts), where a token's sum is 1; sigmoid scores need dividing
             p = (
                 scores / scores.sum(-1, keepdim=True)
                 if self.scores == "sigmoid"
@@ -204,6 +208,8 @@ class Router(nn.Module):
         share = share.view(()).to(of_sequences.dtype)
         gradients = {}
         if self.sequence_loss or self.batch_loss:
+            # The loss experts * sum(f * p) is linear in p, and f is a count without a
+            # gradient: d loss / d scored = share * experts * factor * f.
             count = of_sequences.shape[1]
             f = of_sequences.new_zeros(1, count)  # (1 or B, experts)
             if self.sequence_loss:
@@ -301,6 +307,7 @@ class _Repeated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, times: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.times = times
+        # Copy i of row r has index r * times + i, so order // times is its row.
         return x.index_select(0, order // times)
 
     @staticmethod
@@ -345,6 +352,7 @@ class Merge(nn.Module):
     def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
         # each: (B, T, top_k, hidden)
         each = _ordered(y, _inverse(order)).view(*gates.shape, -1)
+        # Gates are float32 or wider, so products and sum are too: one rounding.
         return (
             (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)
         )  # (B, T, hidden)
@@ -398,6 +406,7 @@ class ExpertProducts(nn.Module):
         runs = expert.repeat_interleave(
             counts.flatten(), output_size=len(tokens)
         )
+        # One run per expert, not per sender and expert: fewer, larger matmuls.
         order = runs.argsort(stable=True)
         y = self.on_sorted(_ordered(tokens, order), counts.sum(0))
         return _ordered(y, _inverse(order))
@@ -444,6 +453,7 @@ class ExpertProducts(nn.Module):
 
     def grouped(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """The three matmuls as grouped kernels, with run lengths on the device."""
+        # (experts): the end of each expert's rows, on the device
         offsets = counts.cumsum(0).to(torch.int32)
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -459,6 +469,7 @@ class ExpertProducts(nn.Module):
 
     def _by(self, product: Product, x: Tensor) -> Tensor:
         """Apply the experts by a `product` with the stacked weights of all."""
+        # self.gate, self.up: (experts, ffn, hidden); gate, up: (..., ffn)
         of_gate, of_up, of_down = self.biases()
         gate, up = product(x, self.gate, of_gate), product(x, self.up, of_up)
         return product(gated(gate, up, self.activation), self.down, of_down)
@@ -494,6 +505,7 @@ class ExpertMlps(ExpertProducts):
 
     def products(self) -> ExpertProducts:
         """The expert matmuls alone, sharing these weights."""
+        # On meta, so that the weights which are replaced at once take no memory.
         with torch.device("meta"):
             made = ExpertProducts(self._sizes)
         for name, weight in self.named_parameters(recurse=False):

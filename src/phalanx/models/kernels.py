@@ -103,6 +103,7 @@ def _keep(
 def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     op = torch.ops.phalanx.attention_gradients
     into = op(gradient, *ctx.saved_tensors, ctx.window, ctx.softcap)
+    # In the order of the inputs: q, k, v, documents, sinks, window, softcap.
     return (
         *into[:3],
         None,
@@ -121,6 +122,8 @@ def add_sinks(
     """
     if sinks is None:
         return out, lse
+    # The sink joins the softmax's denominator only, as its value is zero: the output
+    # shrinks by exp(lse - total).
     total = torch.logaddexp(lse, sinks.to(lse.dtype))  # (B, T, heads)
     share = (lse - total).exp().unsqueeze(-1)
     return (out * share).to(out.dtype), total
@@ -134,6 +137,7 @@ def sink_gradients(
         return gradient.new_empty(0)
     # (B, T, heads): the sink's softmax weight
     share = (sinks.to(lse.dtype) - lse).exp()
+    # dS = P * (dP - sum(dO * O)), and dP is zero, as the sink's value is.
     inside = (gradient.to(lse.dtype) * out).sum(-1)  # (B, T, heads)
     return -(share * inside).flatten(0, 1).sum(0).to(sinks.dtype)
 
@@ -180,6 +184,7 @@ def _own_blocks(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int
 ) -> list[AttentionBlock]:
     """The blocks of each document; neighbouring equal sequences share blocks."""
+    # With queries split over time, row r of q stands at time before + r of the keys.
     before, keys = k.shape[1] - q.shape[1], k.shape[1]
     # When only shapes are counted: as many keys as a row sees on average.
     if q.is_meta and window:
@@ -190,6 +195,7 @@ def _own_blocks(
     runs = [(slice(None), [0, keys])]
     if documents is not None:
         runs = []
+        # Only neighbours share a launch, because a block is a slice of sequences.
         for edges, run in groupby(
             enumerate(_edges(documents)), key=lambda each: each[1]
         ):
@@ -199,12 +205,14 @@ def _own_blocks(
     for batch, edges in runs:
         for begin, end in pairwise(edges):
             first = max(begin, before)
+            # All rows of the document are here, and no window cuts it: one kernel.
             if first == begin and not 0 < window < end - begin:
                 rows = slice(first - before, end - before)
                 blocks.append(
                     AttentionBlock(batch, rows, slice(begin, end), causal=True)
                 )
                 continue
+            # Otherwise strips, whose first row sees no key before start + 1 - window.
             for start in range(first, end, STRIP):
                 stop = min(start + STRIP, end)
                 low = max(begin, start + 1 - window) if window else begin
@@ -336,6 +344,7 @@ def _starts(documents: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
 def _starts_of(
     edges: list[list[int]], length: int, device: torch.device
 ) -> tuple[Tensor, int]:
+    # flat: the start of each document in the rows of all sequences, joined end to end
     flat = [
         row * length + t for row, own in enumerate(edges) for t in own[:-1]
     ]
@@ -454,6 +463,7 @@ def _mask_of(block: AttentionBlock, q: Tensor) -> Tensor | None:
     columns = -(-keys // 8) * 8
     room = q.new_full((rows, columns), -math.inf)[:, :keys]
     sees = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+    # Row i sees keys first + i - window + 1 to first + i.
     sees = sees.tril(first).triu(first + 1 - window)
     return room.masked_fill_(sees, 0.0).expand(*q.shape[:2], -1, -1)
 
@@ -711,6 +721,7 @@ def _plain(
     parts = []
     for _, seen, scores in _strips(q, k, causal, mask, softcap):
         lse = scores.logsumexp(-1)  # (B, kv_heads, groups * rows)
+        # scores: (B, kv_heads, groups * rows, seen); minus lse, exp is the softmax
         out = (scores - lse.unsqueeze(-1)).exp_() @ v[:, :, :seen].to(
             scores.dtype
         )
@@ -752,9 +763,11 @@ def _plain_back(
         # score is -inf.
         if softcap:
             inside *= (1 - (scores / softcap).square_()).clamp_(min=0)
+        # Scores are q k' / sqrt(size), so dq and dk both carry this factor.
         inside *= q.shape[-1] ** -0.5
         into_rows = inside @ k[:, :, :seen].to(wide)
         into_q[:, :, rows] = into_rows.view(own.shape)
+        # `folded` stacks the query heads of a key head, so the products sum over them.
         into_k[:, :, :seen] += inside.mT @ folded
         into_v[:, :, :seen] += weights.mT @ dy
     return into_q, into_k, into_v
@@ -771,6 +784,7 @@ def _strips(
     for start in range(0, length, STRIP):
         rows = slice(start, min(start + STRIP, length))
         seen = rows.stop if causal else k.shape[2]
+        # own: (B, kv_heads, groups * rows, size); keys: (B, kv_heads, size, seen)
         own = _folded(q[:, :, rows], k).to(wide)
         keys = k[:, :, :seen].mT.to(wide)
         scores = own @ keys * q.shape[-1] ** -0.5

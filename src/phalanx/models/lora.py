@@ -47,6 +47,7 @@ def draw_lora(
     name: str, weight: Tensor, generator: torch.Generator | None = None
 ) -> None:
     """Initialize a factor as peft does: `a` uniform within 1 / sqrt(columns), `b` zero."""
+    # With b = 0 the adapted model starts as the model itself.
     if name.endswith("lora.b.weight"):
         weight.zero_()
     else:

@@ -132,6 +132,8 @@ class _CutTokenLoss(torch.autograd.Function):
                 torch.log_softmax(x, -1, out=room)
                 own[rows] = _log_sum(x, room)
         total = own  # (tokens,): the log-sum-exp of all words
+        # log Z = most + log(sum over ranks of exp(own - most)), which cannot overflow.
+        # Both sums are stacked into one all-reduce.
         if agree is not None:
             most = own.clone()
             agree(most, "max")
@@ -155,6 +157,7 @@ class _CutTokenLoss(torch.autograd.Function):
         share = each * (own - total).exp()
         if ctx.z:
             share = share * (1.0 + 2.0 * ctx.z * total)
+        # Only the rank that holds the target's column subtracts it.
         into = _write_gradient(logits, ctx.width, at, share, -each * mine)
         return into, None, None, None, None, None
 
@@ -181,6 +184,7 @@ def _write_gradient(
     if width < into.shape[1]:
         into[:, width:] = 0.0
     for rows, x, wide, room in _chunks(into, width) if width else ():
+        # d loss / d logits = share * softmax + target * one_hot(at)
         torch.softmax(wide, -1, out=room)
         torch.mul(room, share[rows].unsqueeze(-1), out=wide)
         index = at[rows].unsqueeze(-1)

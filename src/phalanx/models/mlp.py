@@ -47,6 +47,7 @@ class MeanSquare(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # (..., width) to a scalar: the mean over width, the sum over rows
         return (
             (wide if targets is None else wide - targets)
             .square()

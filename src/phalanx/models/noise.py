@@ -28,6 +28,7 @@ def _stir(key: Any, salt: Any) -> Any:
 
 def token_noise(seed: int, step: int, tokens: Tensor) -> Tensor:
     """A step's noise: a 63-bit key from each token's index in the whole batch."""
+    # Bits 32 to 62 hold the seed and the step, bits 0 to 31 the token's index.
     above: int = _stir(_scramble(seed & _WORD), step & (_WORD >> 1)) >> 1
     return tokens + (above << 32)
 
@@ -62,6 +63,7 @@ class Dropout(nn.Module):
             return x
         if index is None:
             index = torch.arange(x.shape[-1], device=x.device)
+        # Uniform in [0, 2^32) for each feature, which is kept from rate * 2^32 on.
         draw = _stir(
             _stir(noise, self.place).unsqueeze(-1), index
         )  # (B, T, features)

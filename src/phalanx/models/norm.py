@@ -31,6 +31,7 @@ class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
+        # dx = (g * w - normed * mean(g * w * normed)) / rms
         normed, g = x * scale, gradient.to(scale.dtype)  # (..., size)
         product = g * normed
         # (..., 1): the component along x

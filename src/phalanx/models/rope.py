@@ -39,6 +39,7 @@ class RopeScaling:
                 - self.factor
                 + 1
             )
+            # NTK-aware: slows the slowest wave, theta^-((dim - 2) / dim), by `grown`.
             theta *= grown ** (dim / (dim - 2))
         frequency: Tensor = theta**-half  # (head_dim / 2)
         if self.kind == "dynamic":
@@ -61,9 +62,11 @@ class RopeScaling:
             index = torch.arange(
                 dim // 2, device=half.device, dtype=half.dtype
             )
+            # transformers has the same constant against a division by zero.
             along = (index - start) / ((stop - start) or 0.001)
             blend = 1 - along.clamp(0.0, 1.0)
         else:
+            # blend: 1 keeps a frequency, 0 divides it by `factor`
             turned = self.sequence * frequency / (2 * math.pi)
             along = (turned - self.low) / (self.high - self.low)
             blend = along.clamp(0.0, 1.0)
@@ -132,6 +135,7 @@ def rotate(
         else (wide[..., ::2], wide[..., 1::2])
     )
     # first, second: (B, T, heads, head_dim / 2)
+    # The rotation (a, b) to (a cos - b sin, b cos + a sin), in float32 or wider.
     turned = torch.cat(
         (first * cos - second * sin, second * cos + first * sin), -1
     )

@@ -30,6 +30,7 @@ class DecoderSizes:
     hidden: int
     layers: int = 1
     heads: int = 1
+    # Query heads share a key head in runs of heads / kv_heads; 0: as many as heads.
     kv_heads: int = 0
     head_dim: int = 0
     ffn: int = 0
@@ -37,17 +38,22 @@ class DecoderSizes:
     norm: str = "rms"
     norms: str = "pre"
     positions: str = "rope"
+    # Rotary positions; blocks with a window use the local theta, if any, unscaled.
     rope_theta: float = 10000.0
     rope_local_theta: float = 0.0
     rope_scaling: RopeScaling | None = None
     rope_pairs: str = "halves"
+    # Latent attention (DeepSeek-V2), if kv_latent > 0; the rest are its widths.
     kv_latent: int = 0
     q_latent: int = 0
     rope_dim: int = 0
     value_dim: int = 0
+    # windows[n % len(windows)] belongs to block n; 0 attends to all earlier tokens.
     windows: tuple[int, ...] = ()
+    # c tanh(s / c) of attention scores and of logits (Gemma 2); 0: none
     softcap: float = 0.0
     logit_softcap: float = 0.0
+    # Scores are divided by its square root; 0: head_dim.
     query_scalar: float = 0.0
     sinks: bool = False
     embed_scale: float = 1.0
@@ -59,10 +65,12 @@ class DecoderSizes:
     qk_norm_wide: bool = False
     dropout: float = 0.0
     eps: float = 1e-5
+    # Experts: the first `dense_layers` blocks have a plain MLP of width `ffn` instead.
     experts: int = 0
     top_k: int = 1
     expert_ffn: int = 0
     shared_experts: int = 0
+    # The choice is among the best `top_groups` groups (DeepSeek-V3 2024).
     expert_groups: int = 1
     top_groups: int = 1
     dense_layers: int = 0
@@ -70,6 +78,7 @@ class DecoderSizes:
     normalized: bool = True
     routed_scale: float = 1.0
     balance: str = "none"
+    # Factors of the router's losses; see `experts.Router`.
     sequence_loss: float = 0.0
     batch_loss: float = 0.0
     z_loss: float = 0.0
