@@ -94,8 +94,9 @@ class Clock:
         self.meet()
         if self.device.type == "cuda":
             start, end = (
-                torch.cuda.Event(enable_timing=True) for _ in range(2)
-            )  # type: ignore[no-untyped-call]
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
             start.record()
             for _ in range(calls):
                 work()
