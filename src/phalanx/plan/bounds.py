@@ -85,6 +85,8 @@ def bounds(
     units = before.units if before else _units(space, options)
     collectives = before.collectives if before else None
     shape, pp = space.request.shape, options.grid.pp
+    # Whole and split backwards take different times: bound each way's
+    # pipelines together, and put the results into their columns.
     for way in sorted({*split}):
         numbers = _Numbers(least, options, split=way)
         collectives = collectives or _collectives(units, numbers)
@@ -160,6 +162,8 @@ class LeastTimes:
             exact = source.cut == self.space.cut(grid, inner, split=split)
             column = []
             for count in options.counts:
+                # The cut that stands in has no cp, so a rank's part of each
+                # sequence is expressed as fewer rows.
                 rows = self.space.rows(grid, count) / (1 if exact else grid.cp)
                 if rows not in known:
                     known[rows] = self._least(source, rows, piped)
@@ -178,6 +182,8 @@ class LeastTimes:
         if exact in known:
             return _Source(exact)
         near = grid._replace(ring=1, ulysses=1)
+        # The nearest costed cut first: without cp, then with a whole backward
+        # too.
         for kept, parted in ((inner, split), (inner, False)):
             other = cut(near, kept, split=parted)
             if other in known:
@@ -200,6 +206,8 @@ def _without(source: _Source, block: PieceTimes) -> PieceTimes:
         cost = replace(cost, kept_after_i=0.0)
     if not source.unselected:
         return replace(block, cost=cost)
+    # What selective recomputation keeps is not known yet: the least of the
+    # input and everything.
     fewest = min(cost.input, cost.kept)
     cost = replace(cost, kept=fewest, kept_after_i=0.0, selected=fewest)
     return replace(block, again=OpTime(), cost=cost)
@@ -244,11 +252,14 @@ class _Numbers:
         def array(kind: int, name: str) -> Array:
             return table[..., kind, _PLACE[name]]
 
+        # Broadcasts over kinds, as an array (inners, 1).
         def of_inners(each: Callable[[str], float]) -> Array:
             return np.array([each(name) for name in recomputes], float)[
                 :, None
             ]
 
+        # Numbers of elements are the same for every microbatch size and inner
+        # choice: take the first.
         def numbers(name: str) -> list[float]:
             return [float(array(kind, name).flat[0]) for kind in every]
 
@@ -268,6 +279,8 @@ class _Numbers:
             weights - frozen
             for weights, frozen in zip(self.weights, self.frozen, strict=True)
         ]
+        # Routed experts are trained or frozen as their block is; frozen ones
+        # take no sums.
         experts = zip(numbers("experts"), self.frozen, strict=True)
         self.experts = [routed * (not frozen) for routed, frozen in experts]
         part = of_inners(lambda name: name == "selective") > 0
@@ -282,6 +295,7 @@ class _Numbers:
             for kind in blocks
         ]
         self.kept_after_i = [array(kind, "kept_after_i") for kind in blocks]
+        # Zero for inner choices that recompute nothing.
         repeats = of_inners(lambda name: name != "none")
         self.again = [array(kind, "again") * repeats for kind in blocks]
         self.segment = of_inners(segment_blocks)
@@ -338,6 +352,8 @@ def _collectives(units: Sequence[Units], numbers: _Numbers) -> CollectiveTimes:
         in joint_lanes(unit.layout, unit.hardware)
         for unit in units
     ]
+    # Where replicas use the same links, their sums follow the others on one
+    # lane.
     lane = reduced + replicas * joint
     return CollectiveTimes(
         gather * alone, reduced * alone, replicas * alone, lane * alone, update
@@ -357,8 +373,10 @@ def beside_computing(
         return 0.0, 0.0
     gather = collectives.gather[kind, way]
     sums = collectives.reduce[kind, way] + collectives.replicas[kind, way]
+    # ZeRO-3 gathers a second time, for the backward.
     gathers_often = zero.gather == "micro"
     again = gather * (gathers_often and zero.stage == 3)
+    # What happens once a step is spread over its microbatches.
     forward = gather / (1 if gathers_often else count)
     return forward, again + sums / (1 if zero.stage > 1 else count)
 
@@ -406,6 +424,8 @@ def _time(
     end = np.where(
         later, embed_backward + _total(stages.before, backwards), 0.0
     )
+    # A split backward may end in a weight gradient, which no earlier stage
+    # waits for: no way back.
     path = (begin + counts * work + (0.0 if split else end)).max(axis=-1)
     step = path + _ends(space, options, stages, collectives, split=split)
     # If gradients are summed after every microbatch, a lane has to carry them.
@@ -419,6 +439,8 @@ def _time(
     step = np.where(often, np.maximum(step, lane[..., None] + update), step)
     if not hardware.cores:
         return np.asarray(step)
+    # The cores that the ranks of one pipeline have together, which carry the
+    # work of all its blocks.
     cores = hardware.cores * options.grid.pp / hardware.ranks
     total = (_total(numbers.layers, block) - spared + embed + head)[..., 0]
     return np.asarray(np.maximum(step, counts[..., 0] * total / cores))
@@ -441,6 +463,7 @@ def _ends(
         not space.request.profile.rolls
     )
     sums = collectives.reduce + collectives.replicas
+    # A split backward may sum any unit last, so take the shortest sum.
     last = sums.min(axis=0) if split else sums[0]
     around = np.where(sharded, collectives.gather[0], 0.0) + last
     update = _of_units(collectives.update, stages).max(axis=-1)
@@ -473,6 +496,8 @@ def _lane(
     blocks = [each[:, 0] for each in stages.blocks]
     once = _total(blocks, list(gather[..., None, None]))[:, None]
     most = gather.max(axis=0)[:, None, None, None]
+    # Each block's forward and backward gather once, except those that share a
+    # gather.
     spared = (twice + space.request.profile.rolls) * most
     gathers = np.maximum(2 * counts * once - spared, 0.0)
     each_use = [
@@ -496,6 +521,8 @@ def _lost(
     If the backward is split, only in its forward: the parts are unknown before they are
     costed.
     """
+    # Gathers in 8 bits are shorter than those in `collectives`: such blocks
+    # lose nothing here.
     plain = np.array([not inner.matmul for inner in options.inners])[:, None]
     found = []
     blocks = zip(numbers.forward[1:-1], numbers.inputs, strict=True)
@@ -506,6 +533,7 @@ def _lost(
         ]
         beside = [np.broadcast_arrays(*each, counts)[:2] for each in each_zero]
         beside_forward, beside_back = np.array(beside).swapaxes(0, 1)
+        # `lost_beside` over arrays, with SLOWED taken out of the minimum.
         lost = np.minimum(beside_forward, forward / (1 - SLOWED))
         if not split:
             lost = lost + np.minimum(
@@ -536,6 +564,8 @@ def _memory(
 ) -> Array:
     """Bytes of the fullest rank, (ZeRO, microbatches, pipelines, inner choices)."""
     profile = space.request.profile
+    # The fields of `Moment`, each over (moments, microbatches, pipelines, 1,
+    # ranks).
     opened, waiting, there, whole, summing = flight.swapaxes(0, 1)
     activations = _activations(stages, numbers, opened, waiting)
     begun = opened[3:] + waiting[3:] > 0  # every unit has a gradient by then
@@ -559,6 +589,8 @@ def _memory(
         shards = unit.shards if zero.stage else 1.0
         # Ranks of ep do not share experts, so these have fewer shards.
         expert_shards = shards / options.grid.ep if zero.stage else 1.0
+        # `held_bytes` divides by all shards, so elements of experts, in fewer
+        # shards, count several times.
         cut = trained + (shards / expert_shards - 1) * routed
         each = held_bytes(unit.layout, profile.state)
         always = (
@@ -582,13 +614,20 @@ def _memory(
             under_way = sums * min(*numbers.trained, bucket)
             then = then + (open_gradients + under_way) * max(0.0, beside)
         if zero.stage == 3:
+            # At least one unit is gathered at any moment.
             smallest = min(*numbers.weights, bucket)
             always = always + smallest * profile.gathered_bytes
             if zero.gather == "step" and bucket == np.inf:
+                # Gathered once a step: every unit is present, and the smallest
+                # one is counted already.
                 others = used - min(numbers.weights)
                 then = then + there * others * profile.gathered_bytes
+        # In the last three moments every stage has begun a gradient, so all
+        # gradient shards exist.
         late = (then[3:] + begun * gradients).max(axis=0)
         most = np.maximum(then[:3].max(axis=0), late)
+        # When the step ends, only the gradients are left beside what is
+        # permanent.
         held.append((always + np.maximum(most, gradient_shards)).max(axis=-1))
     fullest = np.array(held)
     if space.request.hardware.cores:
@@ -604,8 +643,11 @@ def _activations(
     Blocks are kept whole, or only the inputs of segments, one of which has been
     recomputed.
     """
+    # Moments with only weight gradients waiting recompute nothing, so their
+    # factor is 0.
     again = np.array([1.0, 1.0, 0.0] * 2).reshape(-1, *[1] * (opened.ndim - 1))
     input_bytes = _per_block(numbers.input, stages)
+    # The inputs of all open segments but the one that is being recomputed.
     inputs = np.maximum(opened / numbers.segment - 1, 0.0) * input_bytes
     repeated = again * numbers.segment * _lowest(numbers.repeated)
     inputs = inputs + repeated - (_highest(numbers.input) - input_bytes)
@@ -643,6 +685,7 @@ def _flights(
                 for count in fewer
             ]
         )
+    # From (pipelines, microbatches, ranks, moments, fields).
     return np.array(each).transpose(3, 4, 1, 0, 2)[..., None, :]
 
 
@@ -673,6 +716,8 @@ def blocks_of_pipeline(
     shape: Shape, pp: int, pipe: Pipeline
 ) -> tuple[int, ...]:
     """The number of blocks on each virtual stage."""
+    # The division of blocks depends on the pipeline alone, so any layout with
+    # it will do.
     mesh = Grid(1, pp, 1, 1, 1, 1, ORDERS[0]).mesh(1)
     plain = Layout(
         mesh=mesh, schedule=pipe.schedule, chunks=pipe.chunks, microbatches=1
@@ -686,6 +731,7 @@ def kinds_of_stages(
     """The kinds of the pieces on each virtual stage, given its number of blocks."""
     # Piece 0 is the embedding.
     ends = [1 + count for count in accumulate(blocks, initial=0)]
+    # The first stage also holds the embedding, and the last one the head.
     ends[0], ends[-1] = 0, len(kinds)
     return [tuple(kinds[begin:end]) for begin, end in pairwise(ends)]
 
@@ -704,6 +750,8 @@ def _some_ranks(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
     each = [work[end] - work[begin] for begin, end in pairwise(ends)]
     held = ranks_of(len(blocks), pp, pipe.schedule)
     whole = [sum(each[stage] for stage in mine) for mine in held]
+    # Two ranks may tie for the most work: the first and the last of them are
+    # bounded.
     most = [rank for rank, amount in enumerate(whole) if amount == max(whole)]
     return 0, min(1, pp - 1), most[0], most[-1], pp - 1
 
@@ -722,6 +770,8 @@ def _stages(
         )
         return np.moveaxis(found, (0, 1), (-2, -1))[..., None, :]
 
+    # Ranks with fewer stages repeat their first share, which changes no
+    # minimum over stages.
     def padded(rank: _Held) -> list[tuple[float, ...]]:
         return [*rank.shares, *[rank.shares[0]] * (slots - len(rank.shares))]
 
@@ -749,6 +799,7 @@ def _held_by_ranks(
     shape: Shape, kinds: tuple[int, ...], pp: int, pipe: Pipeline
 ) -> list[_Held]:
     stages = kinds_of_stages(blocks_of_pipeline(shape, pp, pipe), kinds)
+    # Kind 0 is the embedding and the highest kind is the head.
     of_blocks = range(1, max(kinds))
     counts = [[stage.count(kind) for kind in of_blocks] for stage in stages]
     every = ranks_of(len(stages), pp, pipe.schedule)
@@ -768,6 +819,8 @@ def _held_by_ranks(
             for stage in mine
             if sum(counts[stage])
         ]
+        # The blocks that a microbatch passes before it reaches the rank's
+        # first stage.
         before = summed(range(min(mine))) or tuple(0 for _ in of_blocks)
         ends = 0 in mine, len(stages) - 1 in mine
         found.append(_Held(summed(mine), *ends, before, shares or nothing))

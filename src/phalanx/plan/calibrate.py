@@ -115,6 +115,8 @@ class CostedRun:
             rest += count * costs.of(op, rank)
             for kind in _COMPUTED.get(op.kind, ()):
                 often[self.parts.kinds[op.piece], kind] += count
+        # So far `rest` is 0: subtract the path's computation from the whole
+        # path.
         path = _ComputedPath(self, dict(often), 0.0)
         return replace(path, rest=rest - path(numbers))
 
@@ -181,6 +183,8 @@ def fit(
     ]
     if not known:
         return base
+    # Each number is searched in units of its span: 0 is the low end, 1 the
+    # high one.
     low = [span[0] for span in FITTED.values()]
     wide = [span[1] - span[0] for span in FITTED.values()]
     rest = [
@@ -200,11 +204,13 @@ def fit(
     held = _HELD / len(known)
 
     def loss(x: Sequence[float]) -> float:
+        # The mean clipped error of the runs, in log time.
         profile, total, count = at(x), 0.0, 0.0
         for (run, weight), those in zip(known, paths, strict=True):
             step = max(path(profile) for path in those)
             total += weight * min(abs(math.log(step / run.measured)), clip)
             count += weight
+        # Penalties keep numbers inside their spans and near their start.
         outside = sum(max(each - 1, 0.0) + max(-each, 0.0) for each in x)
         apart = math.fsum(
             (a - b) * (a - b) for a, b in zip(x, rest, strict=True)
@@ -214,15 +220,19 @@ def fit(
         )
         return total / count + outside + held * apart + usual
 
+    # Begin inside the spans, so that the simplex can move either way.
     best = [min(max(each, 0.05), 0.95) for each in rest]
     simulated = not all(paths)
     for number in range(_ROUNDS if simulated else 1):
         if simulated:
+            # A step is the longest of its known paths, so far a lower bound:
+            # add each run's longest here.
             all_runs, here = [run for run, _ in known], [at(best)] * len(known)
             for path, those in zip(
                 each(CostedRun.longest, all_runs, here), paths, strict=True
             ):
                 those.append(path)
+        # Later rounds begin near the answer, with a smaller simplex.
         best = _simplex(loss, best, 0.2 if not number else 0.1, moves)
     return at(best)
 
@@ -239,6 +249,8 @@ def _simplex(
         return f(x.tolist()), x
 
     first = np.array(start)
+    # One more vertex for each number, moved away from the upper end of its
+    # span.
     moves_out = step * np.where(
         first + step <= 1, np.eye(len(start)), -np.eye(len(start))
     )
@@ -247,15 +259,19 @@ def _simplex(
         known.sort(key=operator.itemgetter(0))
         if known[-1][0] - known[0][0] < 1e-5:
             break
+        # Reflect the worst point through the centre of the others.
         most, worst = known.pop()
         centre = np.mean([x for _, x in known], axis=0)
         new = at(centre + (centre - worst))
+        # The best so far: try twice as far in this direction.
         if new[0] < known[0][0]:
             new = min(
                 at(centre + 2 * (centre - worst)),
                 new,
                 key=operator.itemgetter(0),
             )
+        # No better than the second worst: contract, outside or inside the
+        # reflected point.
         elif new[0] >= known[-1][0]:
             limit = min(new[0], most)
             new = at(
@@ -313,6 +329,8 @@ def calibration(
     left out in turn.
     """
     timed = [run for run in runs if run.measured > 0]
+    # Without a fit yet, each run's longest path under the start profile stands
+    # for its step.
     paths = {id(run): run.longest(base) for run in timed}
     met: dict[int, list[LongestPath]] = {}
 
@@ -341,6 +359,7 @@ def calibration(
         way: Callable[..., Callable[[CostedRun | None], SoftwareProfile]],
     ) -> tuple[float, ...]:
         """Each run's error after a fit to the others, or to 4/5 if there are many."""
+        # Leave-one-out, or five folds where each run would take too many fits.
         count = len(timed) if len(timed) <= _ALONE else _FOLDS
         found = dict[int, float]()
         for fold in range(count):
@@ -354,6 +373,7 @@ def calibration(
         return tuple(found[n] for n in range(len(timed)))
 
     before = tuple(off(run, base) for run in timed)
+    # One run cannot be predicted from others.
     if len(timed) < 2:
         return Calibration(slower(timed), before)
     least = left_out(slower)
@@ -389,9 +409,12 @@ def _slower(
     each with mean 0, and each run adds its own error. All have the long tails of
     Student's distribution, because a machine file or a run may be wrong by half.
     """
+    # Without runs nothing is known: no factor.
     if not runs:
         return lambda like: 1.0
     kinds, steps = [kind(run) for run in runs], [path(base) for path in paths]
+    # The elasticity of each path: the growth of its log time with that of
+    # computing.
     more = replace(base, slower=base.slower * math.exp(_SMALL))
     part = np.array(
         [
@@ -406,18 +429,25 @@ def _slower(
         ]
     )
 
+    # Prior covariance: one variance in common, and one for each of device,
+    # software and model shared.
     def alike(own: tuple[Any, ...]) -> NDArray[np.float64]:
         shared = [1 + sum(map(operator.eq, own, other)) for other in kinds]
         return np.asarray(_APART**2 * np.array(shared) * part)
 
     between = part[:, None] * np.array([alike(own) for own in kinds])
+    # Student's distributions as normal ones whose variances are found by
+    # reweighting.
     rest, wider = off - np.median(off), 1.0
     for _ in range(_TURNS):
         noise = _OWN**2 * (_TAILS + (rest / _OWN) ** 2) / (_TAILS + 1)
+        # Kriging weights: the posterior mean is the prior's covariance times
+        # these.
         weights = np.linalg.solve(wider * between + np.diag(noise), off)
         rest = off - wider * between @ weights
         far = wider**2 * float(weights @ between @ weights)
         wider = (_TAILS + far) / (_TAILS + len(set(kinds)))
+    # A run of unknown kind has the mean of the known ones.
     common = float(np.mean([wider * alike(own) @ weights for own in kinds]))
     return lambda like: math.exp(
         float(wider * alike(kind(like)) @ weights) if like else common
@@ -485,6 +515,8 @@ def read_run(folder: Path) -> Measured:
     if not isinstance(model, dict):
         raise MachineError(f"{file} does not give the sizes of its model.")
     shape = decode(Shape, model, f"{file}, model", MachineFileError)
+    # A record stands for several steps and counts as often. The first one
+    # warmed up.
     seconds = median(
         float(r["seconds"]) for r in steps[1:] for _ in range(int(r["steps"]))
     )

@@ -91,6 +91,7 @@ def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
         for m in cost.forward.messages
         if (m.axis, m.op) == ("tp", "all_gather")
     ]
+    # A rank keeps its own shard of each gathered input.
     kept = sum(message.bytes for message in columns) * (
         1 - 1 / software.cut.tp
     )
@@ -112,6 +113,7 @@ def ends_recomputation_early(work: PieceWork, software: Software) -> PieceWork:
     if not software.profile.ends_early or software.selective:
         return work
     again = work.cost.again
+    # Only tp ends a block in a message; without it there is none to leave out.
     messages = again.messages[:-1] if software.cut.tp > 1 else again.messages
     again = replace(again, products=again.products[:-1], messages=messages)
     return replace(work, cost=replace(work.cost, again=again))
@@ -131,6 +133,7 @@ def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
         cost = replace(
             cost, again=Load(attention=attention), selected=cost.kept
         )
+    # Scores of all heads on this rank: batch x heads x queries x keys.
     scores = sum(a.batch * a.heads * a.queries * a.keys for a in attention)
     kept = cost.kept + KEPT_SCORES * scores
     temporary = cost.temporary + SCORE_GRADIENTS * scores
@@ -145,6 +148,8 @@ def repeats_products(work: PieceWork, software: Software) -> PieceWork:
     repeats = software.profile.repeats
     if not (software.profile.fused_attention and software.selective):
         return work
+    # Bytes of the outputs of all matmuls, of which selective recomputation
+    # keeps a part.
     made = software.width * sum(
         p.batch * p.m * p.n for p in work.cost.forward.products
     )
@@ -208,6 +213,7 @@ def makes_loss(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
     if software.profile.loss == "over":
         return work
     cost = work.cost
+    # The logits on this rank, of which tp divides the vocabulary.
     logits = of.tokens * of.shape.vocab / of.cut.tp
     theirs, ours = LOSSES[software.profile.loss], LOSSES["over"]
     kept, temporary, forward, backward = (

@@ -30,6 +30,7 @@ def bus_factor(op: str, ranks: int) -> float:
 def steps(op: str, form: str, ranks: int) -> int:
     """The number of messages that follow one another."""
     if op == "send":
+        # A ring visits every other rank, and a tree has ceil(log2 n) levels.
         return 1
     around = ranks - 1 if form == "ring" else math.ceil(math.log2(ranks))
     return 2 * around if op == "all_reduce" else around
@@ -38,6 +39,8 @@ def steps(op: str, form: str, ranks: int) -> int:
 def moved(op: str, form: str, ranks: int) -> float:
     """The multiple of S that passes through one rank's link, one message after another."""
     if form == "tree":
+        # Each level of a tree passes the whole message; all-reduce goes up and
+        # down.
         depth = math.ceil(math.log2(ranks))
         if op in ("all_reduce", "broadcast", "reduce"):
             return depth * (2.0 if op == "all_reduce" else 1.0)
@@ -72,6 +75,7 @@ class Curve:
         passes = moved(self.op, self.form, self.ranks)
         if not self.bend or size <= self.bend:
             return start + passes * size / self.bandwidth
+        # The bytes up to the bend have one rate, the rest the other.
         near = passes * self.bend / self.bandwidth
         return start + near + passes * (size - self.bend) / self.beyond
 

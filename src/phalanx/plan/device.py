@@ -99,6 +99,8 @@ class Device:
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matmuls in a dtype; 0 if the maker states none."""
+        # Matrix units first, then a stated peak, then vector units: float32
+        # may have only the last.
         chip = self.chip
         if chip is not None and dtype in chip.matrix:
             return (
@@ -130,6 +132,7 @@ class Device:
 
     def source(self, place: str) -> str:
         """The source of the number at `memory.gib`: its own, or its table's, or ""."""
+        # "chip.l2_gb_s", then "chip": the innermost place with a source.
         while place not in self.sources and "." in place:
             place = place.rpartition(".")[0]
         return self.sources.get(place, "")
@@ -140,6 +143,8 @@ class Device:
 
 
 def _numbers(value: object, place: str) -> list[tuple[str, float]]:
+    # A bool is an int in Python, but not a number of the data file. 0 means
+    # not stated.
     if isinstance(value, int | float) and not isinstance(value, bool):
         return [(place, float(value))] if value else []
     if is_dataclass(value):
@@ -186,6 +191,7 @@ def device(name: str) -> Device:
     known = devices()
     if name in known:
         return known[name]
+    # "gaudi" -> "gaudi-3", the only one. `_USUAL` decides for "h100".
     begins = [each for each in known if each.startswith(f"{name}-")]
     if len(begins) == 1 or name in _USUAL:
         return known[_USUAL.get(name, begins[0] if begins else "")]

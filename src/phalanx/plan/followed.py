@@ -62,6 +62,8 @@ def _stage_nodes(
     # by (forward or not, stage, microbatch)
     place: dict[tuple[bool, int, int], int] = {}
     nodes = _Nodes([0], [0], [0], [-1])
+    # In rounds, run each rank's list up to the first operation whose value
+    # does not exist yet.
     at, latest = [0] * pp, [0] * pp
     moved = True
     while moved:
@@ -71,6 +73,8 @@ def _stage_nodes(
                 op = row[at[rank]]
                 forward, value, source = op.kind == ops.FORWARD, 0, op.piece
                 if forward or op.kind in ops.PROPAGATES:
+                    # A forward takes its value from the stage before, an input
+                    # gradient from the one after.
                     source += -1 if forward else 1
                     if 0 <= source <= last_stage:
                         value = place.get((forward, source, op.index), -1)
@@ -79,6 +83,8 @@ def _stage_nodes(
                     place[forward, op.piece, op.index] = len(nodes.key)
                 key = keys.setdefault((op.kind, op.piece), len(keys))
                 before = latest[rank]
+                # A value from the same rank needs no message; place 0 is the
+                # step's start.
                 sent = value > 0 and rank_of[source] != rank
                 latest[rank] = len(nodes.key)
                 nodes.beside.append(nodes.key[before] if sent else -1)
@@ -136,6 +142,7 @@ def _stage_times(
     def slowed(
         piece: PieceTimes, beside: tuple[Array | float, Array | float]
     ) -> dict[str, float]:
+        # Only forwards and input gradients compute beside gathers and sums.
         seconds = dict(piece.computed)
         for kind, took in zip(
             (ops.FORWARD, ops.INPUT_GRADIENT), beside, strict=True
@@ -144,6 +151,7 @@ def _stage_times(
         backward = seconds[ops.INPUT_GRADIENT] + seconds[ops.WEIGHT_GRADIENT]
         return seconds | {ops.BACKWARD: backward}
 
+    # One table of seconds for each kind of piece.
     computed = list(map(slowed, times.values, messages))
     repeats = inner.recompute != "none"
     again = [piece.again.total * repeats for piece in times.values]
@@ -159,8 +167,11 @@ def _stage_times(
             final = stage == len(stages.counts) - 1
             repeated = sum(number * again[kind] for kind, number in held)
             repeated = max(0.0, repeated - final * segment)
+        # Recomputing one segment needs no gradient, so it may begin before the
+        # gradient arrives.
         alone.append(min(repeated, segment))
         rest.append(seconds + max(0.0, repeated - segment))
+        # A forward ends in the stage's last piece, a backward in its first.
         end = stages.last if op == ops.FORWARD else stages.first
         ending.append(computed[end[stage]][op])
     return _StageTimes(alone, rest, ending)
@@ -205,15 +216,19 @@ def followed(
     hop = request.hardware.network.seconds(
         "send", pieces[1].cost.edge, pp, far
     )
+    # Ranks of tp that send only their share need less: this bounds it by 0.
     hop *= not request.profile.scatters_sends
     units = _of_stages(stages.table, collectives, way)
     first_gather = float(collectives.gather[0, way]) if zero.stage else 0.0
     once = zero.stage and zero.gather == "step"
+    # Weights from the host or in 8 bits are gathered in other times than
+    # `collectives` has.
     whole = once and not (space.offload or inner.matmul)
     gathered = (
         _gathered(keys, held, units.gather) if whole else [0.0] * len(keys)
     )
     often = zero.stage >= 2
+    # ZeRO-2 and 3 sum after every contribution, ZeRO-0 and 1 once at the end.
     lanes = [
         units.lane[stage] * (often and kind in ops.CONTRIBUTES)
         for kind, stage in keys
@@ -232,6 +247,7 @@ def _looked_at(space: Space, pipe: Pipeline, pp: int, count: int) -> bool:
     request = space.request
     other = request.profile.rolls or request.hardware.cores
     other = other or pipe.overlap or traits(pipe.schedule).forward_first
+    # Three operations for each microbatch and virtual stage: F, I and W.
     return pp > 1 and not other and 3 * pp * pipe.chunks * count <= _NODES
 
 
@@ -265,6 +281,8 @@ def _gathered(
     """Seconds until a stage's weights are gathered, unit by unit, if once per step."""
     rank_of = {stage: mine for mine in held for stage in mine}
     found = [0.0] * len(keys)
+    # Units are gathered in the order of the rank's stages, one after the
+    # other.
     for key, (kind, stage) in enumerate(keys):
         if kind == ops.FORWARD:
             earlier = (other for other in rank_of[stage] if other <= stage)
@@ -296,6 +314,7 @@ def _walk(
     held_by = {stage: rank for rank, mine in enumerate(held) for stage in mine}
     ranks, free = [held_by[stage] for _, stage in keys], [0.0] * len(held)
     alone, rest, ending = times
+    # No stage's last piece can start before all its weights are gathered.
     earliest = [
         there + took for there, took in zip(gathered, ending, strict=True)
     ]
@@ -310,12 +329,15 @@ def _walk(
             # earlier.
             asked = begin - ending[beside]
             made = (made if made > asked else asked) + hop
+        # Recomputation first: it waits for the rank alone, not for the value.
         begin += alone[key]
         if made > begin:
             begin = made
         latest[key] = begin
         end = begin + rest[key]
         ends.append(end if end > earliest[key] else earliest[key])
+        # One lane of a rank carries its sums in turn; none begins before its
+        # contribution.
         if lanes[key]:
             rank = ranks[key]
             free[rank] = max(free[rank], begin) + lanes[key]
@@ -339,6 +361,8 @@ def _summed(
     }
     last = walked.end
     for mine in held:
+        # From the stage that ends last: the units seen so far are all summed
+        # after this one's end.
         taken = 0.0
         for stage in sorted(mine, key=lambda stage: -begun[stage]):
             taken += sums[stage]

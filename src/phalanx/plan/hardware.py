@@ -94,6 +94,7 @@ class Roofline:
     launch: float = 5e-6
 
     def reached(self, dtype: str) -> float:
+        # A catalogued rate is in TFLOP/s; all rates here are in FLOP/s.
         """FLOP/s of the best matmul: measured, or assumed from the peak."""
         found = self.device.reached_tflops.get(dtype, 0.0) * 1e12
         found = found or self._usual_part() * self.device.peak(dtype)
@@ -120,8 +121,11 @@ class Roofline:
         if dtype not in DTYPES:
             raise MachineError(f"there is no price for {dtype} matmuls.")
         width = DTYPES[dtype].bytes
+        # Elements of both factors, which the matmul reads.
         taken = p.batch * (p.m * p.k + p.k * p.n)
         rate = self.reached(dtype) * self._shape(p)
+        # The roofline: the longer of computing, and reading both factors and
+        # writing the result.
         time = max(
             p.flops / rate, self.move(width * (taken + p.batch * p.m * p.n))
         )
@@ -134,6 +138,8 @@ class Roofline:
         for (tall, wide), rate in zip(_TILES, _TILE_RATE, strict=True):
             rows, cols = math.ceil(p.m / tall), math.ceil(p.n / wide)
             tiles = rows * cols * p.batch
+            # Tiles at the edges compute as much as full ones, and a partly
+            # filled last wave takes as long.
             filled = p.m * p.n / (rows * tall * cols * wide)
             waves = tiles / units
             best = max(best, rate * filled * waves / math.ceil(waves))
@@ -143,6 +149,7 @@ class Roofline:
         generation = self.attention_measured(kernel)
         rate = 1e12 * self.device.attention_tflops.get(generation, 0.0)
         rate = rate or self._assumed_attention(dtype, kernel)
+        # Rates are those of heads of 128; narrower heads are slower.
         power = _NARROW_3 if generation == "flash-3" else _NARROW
         narrow = min(1.0, (a.head_dim / 128) ** power)
         short = _RAMP * (1.0 if a.causal else 0.5)
@@ -150,6 +157,7 @@ class Roofline:
 
     def attention_measured(self, kernel: str) -> str:
         """The newest measured attention kernels up to those requested, or ""."""
+        # Names sort by generation: "flash-1" < "flash-2" < "flash-3".
         known = self.device.attention_tflops
         return max((name for name in known if name <= kernel), default="")
 
@@ -216,6 +224,8 @@ class Network:
         members = 1.0  # the group's ranks inside one lower unit
         bandwidth, delay = math.inf, 0.0
         for hop in self.hops:
+            # How many of the group's ranks share one unit of this level, given
+            # their distance.
             inside = min(max(math.floor(hop.inside / apart), 1.0), n)
             units = inside / members
             if units > 1.0:
@@ -245,6 +255,8 @@ def _left(faded: Mapping[int, float], units: float) -> float:
     if not faded or units <= 1:
         return 1.0
     known = sorted((math.log2(k), math.log(v)) for k, v in faded.items())
+    # Linear between the measurements on both sides, in logarithms of units and
+    # of shares.
     x = math.log2(units)
     if x <= known[0][0]:
         return math.exp(known[0][1])
@@ -297,6 +309,7 @@ def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
             level.bandwidth * level.reached,
             {int(k): v for k, v in level.faded.items()},
         )
+        # Only switches inside a server, the first level, sum.
         summing = 1.0 if hops else level.reduces
         hops.append(
             Hop(inside, rate, rate * summing, level.latency_us * 1e-6, faded)

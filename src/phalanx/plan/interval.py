@@ -144,6 +144,7 @@ def amounts(
         SOFTWARE: 0.0 if profile.known else 1.0,
         NARROW: float(dtype in (FP8, FP4)),
         EXPERTS: float(case.shape.experts > 0),
+        # In doublings: of the number of devices, and of tp beyond one server.
         SCALE: max(0.0, math.log2(layout.ranks / _DEVICES)),
         TENSOR: max(0.0, math.log2(layout.tp / hardware.node)),
         MESSAGES: sum(parts.get(name, 0.0) for name in _MESSAGES) / step
@@ -157,6 +158,7 @@ def amounts(
             profile.attention
         )
         found[DEVICE] = float(device.name not in widths().devices)
+        # Weighted by the share of FLOPs that each of the two has.
         found[ATTENTION] = attention * unmeasured
         found[MATMUL] = (1 - attention) * (dtype not in device.reached_tflops)
     return found
@@ -164,6 +166,8 @@ def amounts(
 
 def attention_part(shape: Shape, sequence: int) -> float:
     """The share of attention, causal and without windows, in the model's FLOPs."""
+    # Causal attention costs as many FLOPs (6) for each of these as a matmul
+    # does for each parameter.
     pairs = sequence * shape.heads * shape.head_dim * shape.layers
     return pairs / (pairs + shape.active) if pairs else 0.0
 
@@ -188,6 +192,8 @@ def interval(
         text = f"the errors of your own {profile.own_runs} runs, each predicted from the others"
         found.append(Cause(OWN, text, profile.own_below, profile.own_above))
     for name, amount in amounts(case, hardware, profile, parts).items():
+        # A calibrated profile's own errors include causes as strong as those
+        # of its runs.
         beyond = max(0.0, amount - known.get(name, 0.0))
         if beyond:
             below, above = (
@@ -195,6 +201,7 @@ def interval(
                 beyond * fitted.above[name],
             )
             found.append(Cause(name, texts[name], below, above))
+    # Independent causes: logarithms of widths add in squares.
     below = math.hypot(*(cause.below for cause in found))
     above = math.hypot(*(cause.above for cause in found))
     widest = sorted(found, key=lambda cause: -cause.width)
@@ -261,10 +268,14 @@ def with_own_range(
         return profile
     squares = math.fsum(x * x for x in off)
     degrees = count + 1  # of freedom: no mean is subtracted
+    # Student's prediction interval for one more run has the factor sqrt(1 + 1
+    # / n).
     beyond = _student(degrees) * math.sqrt(1 + 1 / count)
 
     def reach(before: float) -> float:
         return beyond * math.sqrt(
+            # A normal quantile turned into a standard deviation counts as one
+            # more observed error.
             ((before / _QUANTILE) ** 2 + squares) / degrees
         )
 

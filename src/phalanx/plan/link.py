@@ -25,6 +25,7 @@ class Link:
     name: str = ""
 
     @property
+    # Gbit/s of all lanes in one direction, as bytes per second.
     def bandwidth(self) -> float:
         return self.lanes * self.gbit / 8 * self.efficiency * 1e9
 
@@ -105,12 +106,14 @@ def clusters() -> dict[str, Cluster]:
 
 def cluster(name: str) -> Cluster:
     """The cluster of a name such as `llama3`, or of a family and a size: `h100x64`."""
+    # "h100x64" -> "h100" and "64"; "llama3" -> "llama3" and None.
     match, known = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name), clusters()
     family, count = (
         (match[1], int(match[2] or 0))
         if match and name not in known
         else (name, 0)
     )
+    # A device without a catalogued cluster: "rtx-4090x8".
     if family not in known and family in devices() and count:
         return joined(family, count)
     if family not in known:
@@ -136,6 +139,7 @@ def joined(name: str, count: int, server: int = 8) -> Cluster:
     kind = device(name)
     size = kind.pod or server
     levels = (
+        # All devices of a server share its network port.
         Level("devices", kind.links[0], size),
         Level("network", "ethernet-100", 0, 1 / size),
     )
@@ -159,6 +163,7 @@ def whole_servers(name: str, ranks: int, server: int = 8) -> Cluster:
 def _filled(whole: Cluster, count: int) -> tuple[Level, ...]:
     made, left = [], count
     for level in whole.levels:
+        # A level without a size takes all units that are left.
         size = min(level.size or left, left)
         if left % size:
             raise MachineError(
@@ -171,4 +176,6 @@ def _filled(whole: Cluster, count: int) -> tuple[Level, ...]:
         raise MachineError(
             f"{whole.name} has {whole.size} devices, not {count}."
         )
+    # A level of one unit connects nothing; a single device keeps its innermost
+    # level.
     return tuple(level for level in made if level.size > 1) or (made[0],)

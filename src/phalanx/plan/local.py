@@ -43,8 +43,11 @@ class MeasuredRates:
     def _between(self, dtype: str, m: float, n: float, k: float) -> float:
         total = weight = 0.0
         for one in self.rates(dtype):
+            # Inverse-distance weighting (Shepard 1968), with squared distances
+            # in logarithms of sizes.
             sizes = ((m, one.m), (n, one.n), (k, one.k))
             far = sum(math.log(max(1, mine) / its) ** 2 for mine, its in sizes)
+            # This very shape was measured.
             if far < 1e-12:
                 return one.flops
             total += math.log(one.flops) / far
@@ -94,6 +97,7 @@ class Curves:
         self, op: str, size: float, ranks: float, apart: float
     ) -> float:
         """Seconds of a collective over `ranks` ranks, each `apart` from the next."""
+        # A send is between two ranks, however many the pipeline has.
         group = 2 if op == "send" else int(ranks)
         if group < 2 or ranks < 2:
             return 0.0
@@ -113,6 +117,8 @@ def hardware_of_machine(
 ) -> Hardware:
     """A measured machine as hardware for `ranks` ranks; 0: one for each device or core."""
     cpu = machine.kind == "cpu"
+    # The cores that ranks can compute on: each measured matmul used `threads`
+    # of them.
     cores = max(1, machine.cores // machine.threads) if cpu else 0
     ranks = ranks or cores or machine.count
     if not machine.rates or not machine.memory_bandwidth:
@@ -130,6 +136,8 @@ def hardware_of_machine(
     return Hardware(
         name=machine.name,
         ranks=ranks,
+        # Ranks on a CPU divide its memory; otherwise each has a device of its
+        # own.
         memory=machine.memory / ranks if cpu else machine.memory,
         rates=MeasuredRates(machine, known),
         network=Curves(machine, ranks, backend),

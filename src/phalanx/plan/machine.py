@@ -148,6 +148,8 @@ class Machine:
                 f" it has {', '.join(backends) or 'no collectives'}."
                 " Measure it: phalanx doctor --out FILE."
             )
+        # A group as far apart first, then the nearest size, and of two equally
+        # near the larger.
         near = min(
             known,
             key=lambda c: (c.apart != apart, abs(c.ranks - ranks), -c.ranks),

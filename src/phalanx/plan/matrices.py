@@ -64,6 +64,8 @@ def _groups(
     own dense weights. The ranks that share experts own those.
     """
     dense, routed = matrices
+    # Whole experts are owned: the fullest rank of experts has the rounded-up
+    # share.
     stage, own = x.ranks // x.pp, routed[: -(-len(routed) // x.expert_ranks)]
     cut = max(1, x.shards // x.copies_sharing) * (
         1 if "tp" in x.experts else x.tp
@@ -92,6 +94,7 @@ def _loads(
 ) -> dict[int, float]:
     """The work of Newton-Schulz products for each owner, in the unit that `of` returns."""
     loads = dict.fromkeys(range(ranks), 0.0)
+    # Owners are chosen by FLOPs, whatever `of` measures.
     owners = assign_owners([orthogonal_work(*each) for each in sides], ranks)
     for owner, each in zip(owners, sides, strict=True):
         loads[owner] += STEPS * sum(
@@ -104,9 +107,12 @@ def newton_schulz(
     matrices: Matrices, x: Layout, *, cpu: bool = False
 ) -> tuple[float, float]:
     """FLOPs of the busiest owners, and bytes that their products read and write."""
+    # Newton-Schulz runs in bf16 on a GPU; on a CPU it keeps the layout's
+    # precision.
     width, flops, moved = DTYPES[x.precision if cpu else BF16].bytes, 0.0, 0.0
     for these, ranks, _ in _groups(matrices, x):
         loads = _loads(these, ranks, lambda p: p.flops)
+        # Bytes of the same owner that has the most FLOPs.
         busiest = max(loads, key=loads.__getitem__)
         sizes = _loads(
             these, ranks, lambda p: width * (p.m * p.k + p.k * p.n + p.m * p.n)
@@ -127,6 +133,8 @@ def matrix_times(
             _loads(
                 these, ranks, lambda p: hardware.rates.product(p, dtype)
             ).values()
+            # The busiest owner determines the time: the others wait for its
+            # results.
         )
         size = width * sum(a * b for a, b in these)
         there += network("all_to_all", size / ranks, ranks, 1)

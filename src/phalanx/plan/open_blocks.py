@@ -73,6 +73,8 @@ def _fullest(
     """The six moments of one rank's list."""
     split = any(op.kind == ops.WEIGHT_GRADIENT for op in row)
     uses = Counter(op.piece for op in row if op.kind in ops.USES_WEIGHTS)
+    # Stages whose first forward, and whose first input gradient, are still to
+    # come.
     unused, missing, whole = set(uses), set(uses), set[int]()
     ended, latest = False, -1
     opened = waiting = under_way = 0
@@ -106,6 +108,8 @@ def _fullest(
         there = not (unused or ended or dropped)
         gradients = float(sum(blocks[piece] for piece in whole))
         now = Moment(opened, waiting, there, gradients, under_way + current)
+        # A moment counts for the second three places from the first gradient
+        # of the last stage on.
         # After an input gradient that is split off, nothing is recomputed.
         factored = split and op.kind in ops.PROPAGATES
         for of in (2,) if factored else (0, 1, 2):
@@ -120,6 +124,7 @@ def _fullest(
             other_unit = latest not in (-1, op.piece)
             under_way = min(IN_FLIGHT, max(size, 1) + other_unit)
             latest = op.piece
+        # A stage's weights are dropped after their last use in the step.
         ended = ended or not uses[op.piece]
     return tuple(most)
 

@@ -135,6 +135,8 @@ class OpParts:
         """The operation's times under a profile, in a pipeline or without one."""
         products = self.products / profile.speed
         moved = self.moved * (FUSED if profile.fused else 1.0) + self.added
+        # Fusion spares elementwise traffic, but not the adding of gradients
+        # into their buffer.
         device = (
             products + self.attention + moved * profile.traffic
         ) * profile.slower
@@ -151,6 +153,8 @@ class OpParts:
             * (profile.pipe_host if piped else 1.0)
         )
         host = starts + calls * profile.call_host
+        # On a CPU the thread that starts a kernel also computes it, so the
+        # times add.
         return (
             OpTime(device + host, seen)
             if self.serial
@@ -162,6 +166,8 @@ class OpParts:
     ) -> float:
         """Seconds that messages add to the operation."""
         sent, overlaps = self.messages, profile.overlaps_tensor
+        # Without overlap, tp's messages stand alone; with it, their own
+        # products hide them.
         alone = sent.others + (0.0 if overlaps else sent.tensor)
         beside_products = sent.gathered + (sent.tensor if overlaps else 0.0)
         group = self.group if overlaps else 0
@@ -176,6 +182,8 @@ class OpParts:
 
         Either the messages arrive late, or they slow computing down.
         """
+        # Of equal parts, the one that arrived last is computed with no message
+        # left to hide.
         part_alone = computing / parts if parts else 0.0
         late = messages - (computing - part_alone)
         lost = 0.0 if self.serial else SLOWED * messages
@@ -228,6 +236,8 @@ def op_parts(
             for a in load.attention
         ),
         moved=rates.move(load.moved - added),
+        # Added bytes are priced apart: some software fuses the addition into a
+        # product.
         added=rates.move(added * profile.adding / _ADDING),
         host=(load.launches + _STARTS * len(load.messages)) * rates.launch,
         calls=float(len(load.messages)),
@@ -244,11 +254,13 @@ def _attention(
 ) -> float:
     if kernel != SCORES:
         return hardware.rates.attention(a, dtype, kernel)
+    # The forward has two products, Q K^T and P V; the backward has more.
     forward = a.products <= 2
     products = (
         Product(a.queries, a.head_dim, a.keys, a.batch * a.heads),
         Product(a.queries, a.keys, a.head_dim, a.batch * a.heads),
     )
+    # Each product of the forward has two in the backward.
     time = sum(hardware.rates.product(p, dtype) for p in products) * (
         1 if forward else 2
     )
@@ -267,6 +279,8 @@ def _group(message: MessageLoad, cut: Layout) -> tuple[int, int]:
     """The number of ranks that share a message, and the distance between neighbours."""
     if message.axis == "tp":
         return cut.tp, 1
+    # Ranks of tp are neighbours. Those of ep lie outside them, then those of
+    # cp.
     inner = (
         cut.mesh.of("cp.ulysses") if message.axis in ("cp", "cp.ring") else 1
     )
@@ -284,6 +298,7 @@ def message_seconds(
         seconds = hardware.network.seconds(
             message.op, message.bytes, ranks, apart
         )
+        # The only sends inside a piece are those of ring attention.
         if message.op == "send":
             ring += seconds
         elif message.axis == "tp":
@@ -351,6 +366,7 @@ def piece_parts(
     forward = parts(cost.forward)
     again = parts(cost.again)
     inputs = parts(cost.input_gradient, none.input_gradient if none else None)
+    # Inputs gathered again travel beside the products of the input gradient.
     if work.gathered:
         sent = message_seconds(work.gathered, hardware, cut)
         beside = MessageSeconds(gathered=sent.ring + sent.tensor + sent.others)

@@ -55,6 +55,7 @@ def refuse_no_numbers(
     case: Case, hardware: Hardware, what: str, values: Mapping[str, float]
 ) -> None:
     """Raise if a value is infinite, NaN or below 0."""
+    # Rounding may leave a difference of large values slightly below 0.
     least = -_ROUNDING * max(1.0, abs(sum(values.values())))
     wrong = {
         name: x
@@ -80,6 +81,8 @@ def refuse_too_long(
         f"a step takes {seconds_text(step)}, longer than a day; {parts[longest] / step:.1%} of it is"
         f" {longest!r}; {_at_peak(case, hardware, least)}"
     )
+    # Far above the peak's time a price is wrong; otherwise the request itself
+    # is too large.
     if step > _SLOWEST * least:
         raise _impossible(case, hardware, what)
     way_out = "Plan for fewer tokens per step or more devices."
@@ -89,6 +92,7 @@ def refuse_too_long(
 def shortest_step(case: Case, hardware: Hardware) -> float:
     """Seconds of a step at the peak of the fastest format in use; 0 without a peak."""
     peak = peak_of(case, hardware)
+    # A step of one sequence, scaled by the number of sequences.
     flops = (
         step_flops(case.shape, 1, case.sequence).model
         * case.tokens

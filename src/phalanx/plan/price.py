@@ -47,6 +47,8 @@ _TOUCHED = 30.0  # bytes that an Adam update reads and writes per parameter
 
 def distance(layout: Layout, part: str) -> int:
     """The distance in ranks between neighbours along a part of the mesh."""
+    # From the innermost axis outwards: each part's stride is the product of
+    # those inside it.
     stride = 1
     for axis in reversed(layout.mesh.axes):
         for name, size in reversed(
@@ -139,6 +141,8 @@ class Units:
         self, numbers: float, frozen: float, narrow: float, n: float, near: int
     ) -> UnitTimes:
         seconds, p = self._seconds, self.profile
+        # ZeRO-3 and weights on the host gather frozen weights as well; narrow
+        # ones take 1 byte.
         cut = self.layout.zero == 3 or self.weights_on_host
         gathered = (numbers + frozen * cut) * p.gathered_bytes - narrow * (
             p.gathered_bytes - 1
@@ -156,9 +160,12 @@ class Units:
         )
         if not size:
             return UnitTimes(gather, load)
+        # Without ZeRO one all-reduce covers shards and replicas.
         replicas = 0.0
         if not self.layout.zero:
             reduce = seconds("all_reduce", size, self.replicas * n, near)
+        # HSDP: reduce-scatter inside each group of shards, then all-reduce
+        # over its replicas.
         elif n > 1:
             reduce = seconds("reduce_scatter", size, n, near)
             replicas = seconds("all_reduce", size / n, self.replicas, self.far)
@@ -186,6 +193,7 @@ class Units:
         """
         if not narrow:
             return 0.0
+        # One scale for each tile of run x run elements.
         squares = narrow / MATMULS[self.layout.matmul].run ** 2
         size = (others + squares) * self.profile.gathered_bytes
         return self._seconds("all_reduce", size, self.shards, self.near[0])
@@ -240,6 +248,7 @@ class Priced:
     def staged(self) -> StagedPieces:
         """The program's pieces, and the range of them that each virtual stage holds."""
         layout, shape = self.case.layout, self.case.shape
+        # A user's own model brings its rows; a shape derives them.
         if not self.rows:
             return staged_pieces(layout, shape)
         return StagedPieces(self.rows, stage_pieces(layout, shape))
@@ -252,6 +261,8 @@ class Priced:
         )
         found = []
         for row, time in zip(self.staged.rows, times, strict=True):
+            # A frozen row freezes all of the piece; otherwise its cost knows
+            # how many elements are.
             frozen = time.cost.weights if row.frozen else time.cost.frozen
             found.append(PricedPiece(row, time, frozen))
         return found
@@ -262,6 +273,7 @@ class Priced:
         if not x.gathers_in_8_bits or (piece.frozen and x.zero < 3):
             return 0.0
         numbers = sum(weight.numel for weight in row.weights if weight.narrow)
+        # Tensor parallelism divides the matrices; routed experts do not count.
         return min(numbers / x.tp, cost.weights - cost.experts)
 
     def _at_an_end(self, row: PieceRow) -> bool:
@@ -281,6 +293,8 @@ class Priced:
         # crowding again.
         alone = 1.0 / hardware.crowding
         edge, gathered = self.times[1].cost.edge, 0.0
+        # Each rank of tp sends its share, and the next stage gathers the
+        # shares inside the server.
         if profile.scatters_sends and not x.seq and x.tp > 1:
             edge, gathered = edge / x.tp, network("all_gather", edge, x.tp, 1)
         sent = (
@@ -289,6 +303,7 @@ class Priced:
         units = Units(x, hardware, profile)
         # Times by the row's kind, the piece's times, and its number of frozen elements.
         alike: dict[tuple[int, int, float], dict[str, float]] = {}
+        # Pieces of one kind share their times, and are priced once.
         pieces: dict[tuple[str, int], float] = {}
         for n, piece in enumerate(self.pieces):
             key = piece.row.kind, id(piece.times), piece.frozen
@@ -302,10 +317,12 @@ class Priced:
             pieces |= {(kind, n): time for kind, time in alike[key].items()}
         owned: dict[Matrices, MatrixTimes] = {}
         for n, matrices in (
+            # Muon: the owners' products are added to the elementwise update.
             enumerate(map(row_matrices, self.staged.rows))
             if profile.muon
             else ()
         ):
+            # Blocks with the same matrices have the same owners' work.
             took = owned.get(matrices) or matrix_times(matrices, x, hardware)
             owned[matrices] = took
             pieces[ops.UPDATE, n] += took.update
@@ -318,7 +335,11 @@ class Priced:
         )
         for n in self.staged.experts:
             routes = network(
-                "all_to_all", _NUMBER * shape.experts, x.expert_ranks, near
+                # The message has one count for each expert.
+                "all_to_all",
+                _NUMBER * shape.experts,
+                x.expert_ranks,
+                near,
             )
             pieces[ops.COUNT_ROUTES, n] = routes * alone
             # Tokens that arrive at the experts go back: a busy rank sends back more
@@ -326,6 +347,7 @@ class Priced:
             edge = self.pieces[n].times.cost.edge
             exchanged = (
                 network("all_to_all", edge, x.expert_ranks, near) * alone
+                # Dispatch to the experts, and combination in the piece after them.
             )
             for to in (n, n + 1):
                 pieces[ops.EXCHANGE, to] = pieces[
@@ -344,6 +366,8 @@ class Priced:
                 )
                 pieces[ops.INPUT_GRADIENT, stage[0]] += sent * (stage[0] > 0)
         pieces[ops.COUNT, -1] = (
+            # Messages of one number: the tokens of the step, then the gradient
+            # norm.
             network("all_reduce", _NUMBER, x.copies, nearest(x)) * alone
         )
         pieces[ops.AGREE, -1] = (
@@ -361,6 +385,7 @@ class Priced:
             self.case.shape,
             self.hardware.network.seconds,
         )
+        # With `seq` the ranks of tp have different tokens, too.
         over_tp = x.tp if x.seq else 1
         near = 1 if over_tp > 1 else nearest(x)
         total = 0.0
@@ -403,15 +428,19 @@ class Priced:
                 {"micro": 1.0, "step": 1.0 / x.microbatches},
                 unit.reduce + unit.replicas,
             )
+            # ZeRO-3 gathers again for the backward.
             again = unit.gather * (x.gather == "micro" and x.zero == 3)
             beside[ops.FORWARD] = unit.gather * each[x.gather]
             beside[ops.INPUT_GRADIENT] = again + sums * each[x.reduce]
         return {
+            # Computation is slowed by messages beside it.
             **{
                 kind: time * slower + lost_beside(time, beside.get(kind, 0.0))
                 for kind, time in t.computed.items()
             },
             ops.RECOMPUTE_PART: t.again.total * slower,
+            # What is not narrow is exchanged whole, beside the scales of
+            # narrow tiles.
             ops.AGREE_SCALES: units.agree_scales(
                 max(0.0, own - narrow), narrow
             )
@@ -422,6 +451,8 @@ class Priced:
             ops.REDUCE_REPLICAS: unit.replicas * alone,
             ops.TIE: unit.tie * alone,
             ops.UPDATE: unit.update,
+            # Bytes over the host's link: what the forward kept goes out and
+            # comes back.
             ops.OFFLOAD: kept / host,
             ops.RELOAD: kept / host,
         }
@@ -441,6 +472,7 @@ class Priced:
             for piece in self.pieces
         ]
 
+        # Bytes of every piece, from its cost.
         def each(size: Callable[[PieceCost], float]) -> tuple[float, ...]:
             return tuple(size(piece.times.cost) for piece in self.pieces)
 
@@ -454,6 +486,8 @@ class Priced:
             Experts are divided into fewer shards than other weights, as ranks hold
             different experts.
             """
+            # Ranks of ep hold different experts, so each expert has fewer
+            # shards.
             more = layout.copies_sharing - 1 if layout.zero else 0
             return tuple(
                 size * (p.trained + more * p.trained_experts)
@@ -466,8 +500,12 @@ class Priced:
                 min(weights, held.gathered * bucket) if comes_and_goes else 0.0
             )
 
+        # Weights that are gathered and dropped have a shard at home, others
+        # are whole.
         home = sharded(held.weight) if comes_and_goes else whole(held.weight)
         frozen = [held.frozen * piece.frozen for piece in self.pieces]
+        # One buffer for all gradients during the whole run, which ZeRO-2 and 3
+        # do not have.
         flat = profile.flat_gradients and layout.zero < 2
         gradient = whole(held.gradient)
         matrices = map(row_matrices, self.staged.rows) if profile.muon else ()
@@ -477,6 +515,8 @@ class Priced:
             kept_after_i=each(lambda c: c.kept_after_i),
             temporary=each(lambda c: c.temporary),
             home=tuple(
+                # Weights that stay at home in 8 bits: less than the profile's
+                # bytes.
                 trained + still - (0.0 if comes_and_goes else less)
                 for trained, still, less in zip(
                     home, frozen, narrow, strict=True

@@ -185,6 +185,7 @@ class SoftwareProfile:
 
     def with_moments(self, count: int) -> SoftwareProfile:
         """The profile with an optimizer that keeps `count` moments, not Adam's two."""
+        # A moment is as wide as the float32 copy, or as wider weights.
         width = max(MASTER, self.weight_bytes)
         return replace(
             self, optimizer_bytes=self.optimizer_bytes - (2 - count) * width
@@ -239,6 +240,7 @@ def profile_named(framework: str) -> SoftwareProfile:
         if re.search(words, framework, re.IGNORECASE)
     )
     fused = re.search(_NAMED_FUSED, framework, re.IGNORECASE) is not None
+    # Kernels in the text take precedence over those that the profile assumes.
     return replace(
         found,
         attention=next(kernels, found.attention),
@@ -254,6 +256,7 @@ def _profile_named(framework: str) -> SoftwareProfile:
     names = {
         name: each for each in profiles().values() for name in each.frameworks
     }
+    # The position of each name in the text; -1 where it does not occur.
     places = {name: framework.lower().find(name.lower()) for name in names}
     fits = [name for name, place in places.items() if place >= 0]
     best = max(

@@ -80,6 +80,8 @@ def runs_of(
         if case is None or hardware is None:
             refused[i] = row.why
             continue
+        # A name or a source does not change a cost: rows of one model share
+        # it.
         shape = replace(case.shape, name="", batch=1, source="")
         cut = piece_layout(case.layout)
         name = costed_as(cut, row.profile)
@@ -90,6 +92,8 @@ def runs_of(
                 or piece_costs(shape, [name], sequence=case.sequence)[name]
             )
             parts = parts_of(known[key], case, hardware, row.profile, cut)
+        # A row that cannot be priced is left out with its reason; the others
+        # go on.
         except (ValueError, PredictionError) as error:
             refused[i] = at_line(row, error)
             continue

@@ -61,17 +61,20 @@ def refusals(
     def lowest(some: NDArray[np.intp]) -> int:
         """The candidate with the lowest step, with bounds refreshed by all costs known."""
         i = int(some[np.argmin(least[some])])
+        # Refreshed bounds only rise, so the lowest one may change: look again.
         while screened.refresh(i):
             np.maximum(least, screened.step, out=least)
             i = int(some[np.argmin(least[some])])
         return i
 
+    # Families with candidates, none of which is among the best.
     lost = [
         f
         for f in _families(screened)
         if f[1].any() and not any(f[1][i] for i in best)
     ]
     for family, mask in lost:
+        # The families share the budget of operations evenly.
         limit = screened.spent + budget // len(lost)
         able = np.flatnonzero(mask & fits) if best else np.empty(0, int)
         for _ in range(_MISSES):
@@ -85,6 +88,8 @@ def refusals(
             if parts := screened.simulate(i).parts:
                 least[i] = sum(parts.values())
                 break
+            # Too large after all: go on with candidates whose bound of memory
+            # is much smaller.
             fits[i] = False
             able = able[screened.bytes[able] <= _EMPTIER * screened.bytes[i]]
         if not len(able):  # unless the candidate with the least memory fits
@@ -95,6 +100,8 @@ def refusals(
                     screened.choices[i].step,
                     np.flatnonzero(mask & fits),
                 )
+        # Everything else in the family is at least as slow as its lowest
+        # bound.
         if len(able):
             nearest = float(least[lowest(np.flatnonzero(mask & fits))])
             found.append(_slower(family, screened, i, nearest, best[0]))
@@ -103,12 +110,15 @@ def refusals(
     return (*found, *_illegal(screened))
 
 
+# A mask has one entry for each candidate, in the order of the screened arrays.
 def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
     """The name of each family, with a mask of the candidates in it."""
     options = screened.space.options
     columns: dict[str, list[NDArray[np.generic]]] = defaultdict(list)
     for x in options:
         zeros = [z.stage for z in x.zeros]
+        # The last number is the axis of a grid's array that the choice varies
+        # along.
         sharded = [z.stage > 0 and z.shards < x.grid.dp for z in x.zeros]
         for name, values, axis in (
             *(
@@ -123,6 +133,8 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
             ("recompute", [i.recompute for i in x.inners], 3),
             ("experts", [bool(i.experts) for i in x.inners], 3),
         ):
+            # Broadcast each choice over the other three axes, then flatten as
+            # bounds are.
             shape = [len(values) if n == axis else 1 for n in range(4)]
             column = np.broadcast_to(np.array(values).reshape(shape), x.sizes)
             columns[name].append(column.ravel())
@@ -173,8 +185,10 @@ def _slower(
         if by >= 2
         else f"{100 * (by - 1):.1f} % slower"
     )
+    # 0.05 % is within rounding of the printed times.
     slower = "as fast" if by < 1.0005 else slower
     reason = f"{'its best is' if sure else 'at least'} {slower}"
+    # The part that grew most names the cause.
     more = {name: took - best.parts[name] for name, took in parts.items()} or {
         "": 0.0
     }
@@ -194,6 +208,7 @@ def _least(screened: Screened, i: int) -> dict[str, float]:
     for piece in screened.pricer.priced(layout).pieces:
         t = piece.times
         times = [t.forward, t.input_gradient, t.weight_gradient]
+        # Embedding and head are never recomputed.
         times += [t.again] * (
             layout.recompute != "none" and 0 < piece.row.piece <= shape.layers
         )
@@ -205,6 +220,7 @@ def _least(screened: Screened, i: int) -> dict[str, float]:
         [each[piece] for stage in held for piece in stages[stage]]
         for held in ranks_of(len(stages), layout.pp, layout.schedule)
     ]
+    # The rank with the most work: the step cannot be shorter.
     most = max(ranks, key=lambda taken: sum(total for total, _ in taken))
     total, messages = (
         layout.microbatches * sum(each) for each in zip(*most, strict=True)
@@ -233,12 +249,15 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
     for name, rules in _RULES.items():
         seen = set()
         for each in divisors(ranks)[1:]:
+            # Larger sizes than this one are refused for the same reason: stop.
             if name == "tp" and each > near:
                 why = f"not tried: every block's messages would leave the {near} devices that the"
                 yield Refusal(
                     f"tp{each} or more", "pruned", f"{why} fastest links join"
                 )
                 break
+            # The other ranks are data-parallel, as the simplest layout with
+            # this size.
             rest = (
                 f"dp{ranks // each}" if name != "dp" and each < ranks else ""
             )
@@ -254,6 +273,8 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
             )
             own = [r for r in broken if r.rule in rules and r.rule not in seen]
             if own:
+                # Each rule is reported once, with the smallest size that
+                # breaks it.
                 seen.add(own[0].rule)
                 yield Refusal(
                     f"{name}{each}", "illegal", str(own[0].what), str(layout)

@@ -42,6 +42,8 @@ class Routing:
             raise LayoutError(
                 f"routing {text[:60]!r}: {shape.name} has no experts. Leave it out."
             )
+        # "zipf:1.0" -> weights 1, 1/2, 1/3, ...: expert n gets n^-s of the
+        # first's tokens.
         if law := _ZIPF.fullmatch(text):
             layers = [
                 [n ** -float(law[1]) for n in range(1, 1 + shape.experts)]
@@ -65,16 +67,20 @@ class Routing:
             return 1.0
         most = 0.0
         for loads in self.layers:
+            # Ranks of ep hold consecutive experts, rounded up.
             each = -(-len(loads) // ep)
             most += max(
                 math.fsum(loads[n : n + each])
                 for n in range(0, len(loads), each)
             )
+        # The mean rank has 1 / ep of the tokens: multiply to compare with it.
         return ep * most / len(self.layers)
 
 
 def _counts(file: str, shape: Shape) -> list[list[float]]:
     text = read_text(file, "counts of experts", LayoutError)
+    # A file may hold a list or lists; an object around it lets `parse_json`
+    # read both.
     value = parse_json(f'{{"counts": {text}}}', file, LayoutError)["counts"]
     nested = isinstance(value, list) and value and isinstance(value[0], list)
     layers: list[Any] = value if nested else [value]
@@ -82,6 +88,8 @@ def _counts(file: str, shape: Shape) -> list[list[float]]:
         if (
             not isinstance(counts, list)
             or len(counts) != shape.experts
+            # Below 1e300, so that sums stay finite. `type`, because a bool is
+            # an int.
             or not all(
                 type(n) in (int, float) and 0 <= n < 1e300 for n in counts
             )

@@ -76,9 +76,11 @@ def held_out(
 ) -> HeldOut:
     """A family's numbers from a fit without it, and after `count` of its own runs."""
     counted = [run for run in runs if run.counts]
+    # Rows spread over the table, as a user's few measurements would be.
     seen = spread_over(counted, count) if count else []
     seen = [run for run in seen if not why_not(run, start)]
     like = calibrated(start, seen)
+    # A correction depends on the kind of run: device, software and model.
     after = {
         own: like(run) for own, run in {kind(run): run for run in runs}.items()
     }
@@ -132,6 +134,7 @@ class ScoredRow:
             "row": row.name,
             "model": row.model,
             "devices": row.ranks,
+            # 0 stands for "not measured" inside; JSON has null for it.
             "layout": str(self.case.layout),
             "sequence": self.case.sequence,
             "measured_s": row.step or None,
@@ -214,6 +217,7 @@ def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
     """Predictions of a row, with numbers of its own profile and with those of `held`."""
     row, case = run.row, run.run.case
     own = predict(run, row.profile)
+    # The end of the range for a perfect allocator.
     least, _ = own.range(row.profile)
     reported = logged(own, row.profile)
     scored = ScoredRow(
@@ -228,7 +232,9 @@ def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
     )
     if not held or not row.step:
         return scored
+    # The same row with numbers that no run of its family has moved.
     other = predict(run, held.numbers)
+    # Rows that the calibration has seen test nothing.
     seen = not held.seen or row in held.seen
     after = 0.0 if seen else predict(run, held.after[kind(run)]).step
     return replace(scored, parts=other.parts, held=other.step, after=after)
@@ -257,6 +263,7 @@ def score(
     `each` maps `scored_or_why` over the rows.
     """
     scored: dict[str, dict[int, ScoredRow]] = defaultdict(dict)
+    # The number of rows left out, by family and reason.
     left: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for i, why in refused.items():
         left[rows[i].family][why] += 1
@@ -272,6 +279,7 @@ def score(
         else:
             order.append(n)
     numbers = [(held or {}).get(published[n].row.family) for n in order]
+    # Predictions in the program's order, results in that of the table.
     found = each(scored_or_why, [published[n] for n in order], numbers)
     for n, run in zip(order, found, strict=True):
         family = published[n].row.family
@@ -321,6 +329,8 @@ def _score(
         after_five=StepErrors.of(
             np.array([x.after / x.row.step for x in timed if x.after])
         ),
+        # One factor for the whole family: what remains is the error of the
+        # order.
         scaled=StepErrors.of(ratios / np.median(ratios))
         if len(ratios)
         else None,
@@ -339,6 +349,7 @@ def _score(
 def _noise(family: str, timed: Sequence[ScoredRow]) -> float:
     alike: dict[Any, list[float]] = defaultdict(list)
     for x in timed:
+        # Repeats: the same case on the same device with the same software.
         alike[x.case, x.row.device, x.row.profile.name].append(
             math.log(x.row.step)
         )
@@ -346,6 +357,7 @@ def _noise(family: str, timed: Sequence[ScoredRow]) -> float:
         abs(a - b) for same in alike.values() for a, b in combinations(same, 2)
     ]
     usual = NOISE.get(family, _USUAL_NOISE)
+    # Ten pairs suffice for a quantile of the table's own noise.
     return float(np.quantile(apart, 0.9)) if len(apart) >= _REPEATS else usual
 
 
@@ -366,11 +378,13 @@ def _tau(timed: Sequence[ScoredRow], noise: float) -> float | None:
     for group in _by_group(timed):
         measured = np.array([x.per_token for x in group])
         predicted = np.array([x.predicted_per_token for x in group])
+        # Every pair once: the upper triangle without the diagonal.
         i, j = np.triu_indices(len(group), 1)
         layouts = np.array([hash(x.case) for x in group])
         other = layouts[i] != layouts[j]
         apart = other & (np.abs(np.log(measured[i] / measured[j])) > noise)
         same = (measured[i] > measured[j]) == (predicted[i] > predicted[j])
+        # A pair that is measured and predicted in one order agrees.
         agree += int(np.sum(apart & same))
         differ += int(np.sum(apart & ~same))
     return (agree - differ) / (agree + differ) if agree + differ else None
@@ -400,10 +414,13 @@ def _regrets(
         def lost(x: ScoredRow, best: float = best) -> float:
             return x.per_token / best - 1 if x.row.step > 0 else _MISS
 
+        # Fitting layouts first, the fastest prediction first among them.
         order = sorted(
             group, key=lambda x: (not x.picked, x.predicted_per_token)
         )
         misses += order[0].row.step <= 0
+        # Regrets are those of picks that ran; failing first picks count as
+        # misses.
         among = [x for x in order if x.row.step > 0]
         for k, losses in mine.items():
             losses.append(min(lost(x) for x in among[:k]))
@@ -411,6 +428,7 @@ def _regrets(
             rules[name].append(
                 lost(min(group, key=lambda x: _by_rules(x)[name]))
             )
+        # The expected regret of a pick by chance.
         rules["random"].append(float(np.mean([lost(x) for x in group])))
     if not count:
         return None, 0, None, 0
@@ -467,6 +485,7 @@ def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
         return None
     was = np.array([x.row.out_of_memory for x in runs], bool)
     failing = np.array([not x.fits for x in runs], bool)
+    # Runs that were predicted to fail, and did.
     both = float(np.sum(was & failing))
     return {
         "precision": both / max(1.0, float(failing.sum())),

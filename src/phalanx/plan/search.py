@@ -78,6 +78,8 @@ class Queue:
     def __init__(self, step: Array, held: Array, least: float) -> None:
         self._step, self._held, self._least = step, held, least
         fits = np.flatnonzero(held <= least)
+        # By time, rounded so that bounds equal but for rounding are ordered by
+        # memory.
         rounded = np.round(np.log(step[fits]), 6)
         order = fits[np.lexsort((held[fits], rounded))][::-1]
         # In reverse, with the bounds at the time of sorting.
@@ -89,12 +91,16 @@ class Queue:
     def next(self) -> int:
         """The candidate with the lowest bound; -1 if none is left."""
         while self._order or self._grown:
+            # Both lists are ordered: take the lower of their heads.
             if self._grown_first():
                 then, i = heappop(self._grown)
             else:
                 then, i = self._then.pop(), self._order.pop()
+            # A bound of memory may have grown beyond the limit meanwhile.
             if self._held[i] > self._least:
                 continue
+            # The bound is still that by which it was ordered, so nothing can
+            # be lower.
             if self._step[i] <= then:
                 return i
             heappush(self._grown, (float(self._step[i]), i))
@@ -103,6 +109,7 @@ class Queue:
     def later(self, i: int) -> bool:
         """True if another candidate is now first; this one is queued again."""
         heappush(self._grown, (float(self._step[i]), i))
+        # Still first: take it back off the heap.
         if self._grown_first() and self._grown[0][1] == i:
             heappop(self._grown)
             return bool(self._held[i] > self._least)
@@ -119,6 +126,8 @@ class Screened:
 
     def __init__(self, space: Space, pricer: Pricer) -> None:
         self.space, self.pricer = space, pricer
+        # The plainest cuts: each bounds the cuts with cp, recomputation or a
+        # split backward.
         cuts = {
             space.cut(
                 x.grid._replace(ring=1, ulysses=1),
@@ -133,6 +142,7 @@ class Screened:
         self.found: list[Bounds] = [
             bounds(x, self.least) for x in space.options
         ]
+        # Candidates are numbered grid by grid; a grid's own begin at `starts`.
         self.starts = np.cumsum(
             [0, *(np.prod(x.sizes) for x in space.options)]
         )
@@ -153,6 +163,7 @@ class Screened:
 
     def at(self, i: int) -> tuple[int, Options, tuple[int, int, int, int]]:
         """The options of a candidate with their index, and its choice of each."""
+        # The number inside a grid's four-dimensional array, taken apart.
         o = int(np.searchsorted(self.starts, i, side="right")) - 1
         x = self.space.options[o]
         z, c, p, q = (
@@ -207,12 +218,14 @@ class Screened:
     def refresh(self, i: int) -> bool:
         """Bound a candidate's grid by everything costed; True if that changed."""
         number, options, _ = self.at(i)
+        # Nothing was costed since: the bounds would be the same.
         if self._costed[number] == len(self.pricer.pieces):
             return False
         self._costed[number] = len(self.pricer.pieces)
         found = bounds(options, self.least, self.found[number])
         self.found[number] = found
         begin, end = self.starts[number : number + 2]
+        # A bound may only rise: following a schedule has raised some already.
         self.step[begin:end] = np.maximum(
             self.step[begin:end], found.step.ravel()
         )
@@ -244,6 +257,8 @@ class Screened:
         return (
             3
             * self.space.request.shape.pieces
+            # Only so many microbatches of a long step are simulated, because
+            # the rest repeats.
             * min(layout.microbatches, 3 * layout.pp + 2)
         )
 
@@ -254,6 +269,8 @@ class Screened:
         memory are tried. A faster one may then be missed.
         """
         ideas: dict[tuple[object, ...], int] = {}
+        # Bounds of memory may be loose: if too many fail, try only emptier
+        # candidates.
         for part in _ROOMS:
             if self._walk(ideas, top, room, part * room):
                 break
@@ -274,7 +291,9 @@ class Screened:
         queue = Queue(self.step, self.bytes, least)
         looked_at = set[int]()
         while (i := queue.next()) >= 0:
+            # The simulated steps of the ideas found so far, best first.
             ahead = sorted(self.choices[j].step for j in ideas.values())
+            # The bounds are in order: once one is too slow, all the rest are.
             if len(ahead) >= top and _ALIKE * ahead[top - 1] <= self.step[i]:
                 return True
             if self.spent > _OPS:
@@ -283,6 +302,8 @@ class Screened:
                 return False
             if not self._next_is(i, queue, looked_at):
                 continue
+            # Another order of axes or split of stages is worth it only if it
+            # is faster.
             idea = self.idea(i)
             known = (
                 self.choices[ideas[idea]].step if idea in ideas else math.inf
@@ -301,10 +322,14 @@ class Screened:
         nothing else could be faster.
         """
         if i not in looked_at:
+            # Costing may raise the bound, so another candidate may now be
+            # first.
             looked_at.add(i)
             self.costs(i)
             if not self._legal(i) or queue.later(i):
                 return False
+        # Following its schedule is cheaper than simulating it, and may raise
+        # the bound again.
         if i not in self.followed:
             self.follow(i)
             if queue.later(i):
@@ -345,6 +370,8 @@ class Screened:
             if choice.bytes <= room and choice.step <= limit
         ]
         first = min(near, key=rank)
+        # Then the others whose bound is within the limit, in the order of
+        # their bounds.
         queue, looked_at = Queue(self.step, self.bytes, room), set[int]()
         most = self.spent + _SIMPLER
         while (
@@ -370,6 +397,7 @@ class Screened:
 
     def emptiest(self, room: float) -> list[int]:
         """A candidate that fits, among those with the lowest bounds of memory."""
+        # A stable sort: equal candidates keep their order.
         for i in np.argsort(self.bytes, kind="stable")[:_EMPTIEST].tolist():
             self.costs(i)
             says = self.space.request.says(self.layout(i))
@@ -393,6 +421,8 @@ def search(request: Request, *, top: int = 10) -> Plan:
         screened = Screened(each, pricer)
         fits = screened.bytes <= room
         best = screened.best(top, room) or (
+            # Too many missed, but some bounds fit: try the smallest
+            # candidates.
             screened.emptiest(room) if fits.any() else []
         )
         _LOG.debug(
@@ -415,6 +445,7 @@ def search(request: Request, *, top: int = 10) -> Plan:
         first = screened.simplest(best, room)
         idea = screened.idea(first)
         shown = [first, *(i for i in best if screened.idea(i) != idea)][:top]
+    # The advised layout first, without its other variants.
     return Plan(
         layouts=tuple(screened.choices[i] for i in shown),
         fastest=fastest,
@@ -439,6 +470,7 @@ def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
         return frozenset()
     found = set()
     for tp in {x.grid.tp for x in space.options} - {1}:
+        # Messages of tp depend on no other axis, so the rest of the grid is 1.
         grid = Grid(1, 1, 1, 1, tp, 1, ORDERS[0])
         cuts = (
             space.cut(grid, Inner(seq, "none"), split=False)
@@ -458,6 +490,7 @@ def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
 
 def judge(request: Request, layouts: Sequence[Layout]) -> tuple[Choice, ...]:
     """Simulate given layouts as a search does; they may have custom schedules."""
+    # Prices depend on the precision, so layouts share a pricer for each.
     pricers = {
         x.precision: Pricer(replace(request, precision=x.precision))
         for x in layouts
@@ -489,6 +522,7 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
     r, pricer, ranks = request, Pricer(request), request.hardware.ranks
     terms = {"batch": r.batch, "sequence": r.sequence}
     try:
+        # The rule of `train` may have no layout for this model.
         own = [
             recipe(
                 r.shape,
@@ -504,6 +538,8 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
     def pick(meshes: Iterable[Iterable[Layout]]) -> Choice | None:
         """The first layout that fits, or else the one that needs the least memory."""
         least: Choice | None = None
+        # Meshes in the rule's order; in each, the largest microbatch that
+        # fits.
         for each in meshes:
             layouts = [
                 x
@@ -557,6 +593,7 @@ def _layouts(request: Request, words: str, **sizes: int) -> Iterator[Layout]:
         f"{name}{size}" for name, size in sizes.items() if size > 1
     )
     layout = Layout.parse(f"{axes} {words} {request.precision}")
+    # Counts ascend, so the largest microbatch comes first.
     for count in divisors(request.batch // sizes["dp"]):
         yield replace(layout, microbatches=count)
 
@@ -574,11 +611,14 @@ def _smallest(request: Request) -> Iterator[Iterator[Layout]]:
         held = held_bytes(
             Layout(Mesh((Axis("dp", (1, dp)),)), zero=1), profile.state
         )
+        # Bytes for each trained element that every step needs.
         states = held.weight + held.gradient + held.optimizer
         # If the permanent state does not fit, no microbatch is small enough.
         least_held = states * shape.trained + held.frozen * (
             shape.total - shape.trained
         )
+        # A mesh without one sequence for each copy, or without room for the
+        # states.
         if request.batch < dp or (
             model < ranks and least_held / model > request.room
         ):

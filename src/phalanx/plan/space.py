@@ -113,6 +113,7 @@ class Grid(NamedTuple):
             "tp": (self.tp,),
             "ep": (self.ep,),
         }
+        # A layout without experts does not name ep.
         names = (
             name for name in self.order.split() if name != "ep" or self.ep > 1
         )
@@ -127,6 +128,7 @@ class Grid(NamedTuple):
             "tp": self.tp,
             "ep": self.ep,
         }
+        # Axes to the right of this one are nested inside it.
         inner = self.order.split()[self.order.split().index(name) + 1 :]
         return math.prod(sizes[axis] for axis in inner)
 
@@ -168,6 +170,8 @@ class Space:
     def tensor(self) -> list[int]:
         """The sizes of tensor parallelism that the model and the hardware allow."""
         return [
+            # Divisors of all ranks, inside the fastest links, that the model's
+            # widths allow.
             d
             for d in divisors(self.request.hardware.ranks)
             if d <= self.near and self._legal(d)
@@ -200,6 +204,7 @@ class Space:
 
     def rows(self, grid: Grid, count: int) -> float:
         """Sequences of a microbatch on the rank that has most."""
+        # The fullest rank of data parallelism has the rounded-up share.
         return -(-self.request.batch // grid.data) / count
 
     def layout(self, x: Options, z: int, c: int, p: int, q: int) -> Layout:
@@ -232,11 +237,14 @@ class Space:
         s, ranks = r.shape, r.hardware.ranks
         shares = s.experts and "ep" not in r.without
         for tp in self.tensor:
+            # Divisors ascend: a longer pipeline would have empty stages, too.
             for pp in divisors(ranks // tp):
                 if pp > s.layers or (pp > 1 and "pp" in r.without):
                     break
                 for cp in divisors(ranks // tp // pp):
                     data = ranks // (tp * pp * cp)
+                    # Every copy needs a sequence, and parts of a sequence must
+                    # be worth their messages.
                     if data > r.batch or (
                         cp > 1 and not self._parts(data * cp, cp)
                     ):
@@ -245,6 +253,7 @@ class Space:
                         d
                         for d in divisors(data)
                         if d == 1 or (shares and not s.experts % d)
+                        # Experts are shared evenly, each whole on one rank.
                     )
                     for ulysses, ep in product(
                         _ulysses(cp, s.heads // tp, self.near // tp), shared
@@ -254,6 +263,8 @@ class Space:
                             ways[way] > 1 for way in r.without & ways.keys()
                         ):
                             continue
+                        # Two orders differ only if there are both a pipeline
+                        # and data parallelism.
                         for order in ORDERS[
                             : 2 if pp > 1 and data > ep else 1
                         ]:
@@ -272,6 +283,8 @@ class Space:
         r = self.request
         if r.shape.kind != "decoder" or r.sequence < 2 * cp:
             return False
+        # Parts are long enough, or a rank would have at most two sequences
+        # without them.
         return cp * _PART <= r.sequence or cp * r.batch <= 2 * copies
 
     def _counts(self, grid: Grid) -> Iterator[int]:
@@ -287,8 +300,11 @@ class Space:
             / grid.tp
         )
         found: set[int] = set()
+        # 1, 2, 4, ... sequences a microbatch, and the whole share of a rank.
         for rows in sorted({*(2**i for i in range(most.bit_length())), most}):
             count = min(-(-most // rows), r.batch // grid.data)
+            # Fewer microbatches than half the stages: the pipeline would be
+            # mostly empty.
             if found and 2 * count < grid.pp:
                 return
             if (
@@ -309,10 +325,12 @@ class Space:
             else []
         )
         apart = grid.apart("dp")
+        # The largest HSDP groups that fill each level of links.
         ends = {
             max(d for d in divisors(grid.dp) if d == 1 or d * apart <= inside)
             for inside in levels
         }
+        # Groups smaller than dp, except those that would shard nothing.
         shards = {
             d
             for d in (*ends, *_SHARDS)
@@ -346,12 +364,14 @@ class Space:
             Inner(*each)
             for each in product(seqs, self.recomputes, matmuls, shared)
         )
+        # Experts over tp need `seq`: each rank of tp sends its own tokens.
         return tuple(
             inner for inner in every if inner.seq or not inner.experts
         )
 
 
 def divisors(n: int) -> list[int]:
+    # Divisors come in pairs around the square root.
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
@@ -381,6 +401,8 @@ def _cut(
     precision: str,
     graph: str,
 ) -> Layout:
+    # Pipelines, data parallelism and microbatches change no piece: they are
+    # not in the cut.
     mesh = Mesh(
         (Axis("cp", (ring, ulysses)), Axis("ep", (ep,)), Axis("tp", (tp,)))
     )
@@ -389,6 +411,8 @@ def _cut(
             mesh,
             seq=inner.seq,
             experts=inner.experts,
+            # Any schedule with a split backward costs the same pieces; so do
+            # all with a whole one.
             schedule=ZB_H1 if split else ACCUM,
             recompute=inner.recompute,
             precision=precision,
@@ -419,6 +443,8 @@ def pipelines(
         plain = Layout(
             mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks
         )
+        # Also blocks spread evenly, where that differs from the balanced
+        # division.
         even = spread(shape.layers, pp * chunks)
         blocks = [(), *([even] if even != blocks_of(plain, shape) else [])]
         if routed or not first:
@@ -437,12 +463,16 @@ def overlaps(pipe: Pipeline, count: int) -> bool:
 
 def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
     for name, schedule in SCHEDULES.items():
+        # Schedules that need the whole batch at once, or a search of their
+        # own, are not tried.
         skipped = schedule.whole_batch or schedule.searched or name in _NEVER
         if skipped or not schedule.pipelined:
             continue
         for chunks in range(
             schedule.least, min(schedule.most, _CHUNKS, layers // pp) + 1
         ):
+            # Chunks that divide the blocks, with or without both ends counted
+            # as blocks; powers of two.
             whole = (
                 layers % (pp * chunks) == 0
                 or (layers + 2) % (pp * chunks) == 0
@@ -455,6 +485,8 @@ def blocks_of(layout: Layout, shape: Shape) -> tuple[int, ...]:
     """Blocks of each virtual stage, as the layout gives or balances them."""
     pieces = parts_of_pieces(shape, layout.experts_apart)
     return tuple(
+        # An expert block is several pieces of one block: count each block
+        # once.
         len({pieces[n][0] for n in stage} & {*range(1, 1 + shape.layers)})
         for stage in stage_pieces(layout, shape)
     )
@@ -471,6 +503,8 @@ def ranks_of(
     stages: int, pp: int, schedule: str
 ) -> tuple[tuple[int, ...], ...]:
     """The virtual stages of each rank of a pipeline."""
+    # A V-shaped rank holds a stage and its mirror image; others every pp-th
+    # stage.
     if traits(schedule).v_shape:
         return tuple((r, stages - 1 - r) for r in range(pp))
     return tuple(tuple(range(r, stages, pp)) for r in range(pp))

@@ -56,6 +56,8 @@ def saving_seconds(parameters: float, devices: int) -> float:
 
 
 def interval(saving: float, between: float) -> float:
+    # Daly's formula holds for checkpoints of less than twice the time between
+    # failures.
     """The optimal seconds between two checkpoints: Daly 2006, eq. 37."""
     if saving >= 2 * between:
         return between
@@ -84,6 +86,8 @@ def spending(
     # turn.
     each = restart + (every + saving) / 2
     busy = computing + checkpoints * saving
+    # If a failure costs more than the time between failures, the run never
+    # ends.
     whole = busy / (1 - each / between) if each < between else math.inf
     failures = whole / between
     return Spending(

@@ -133,6 +133,7 @@ def case_of(
     shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0
 ) -> Case:
     """The case of a layout in our engine: the rank with the most rows counts."""
+    # The fullest rank has the rounded-up share of the batch.
     rows = -(-(batch or shape.batch) // layout.data) / layout.microbatches
     return Case(shape, layout, rows, sequence or shape.sequence)
 
@@ -164,6 +165,7 @@ class Choice:
 
     def range(self, profile: SoftwareProfile) -> tuple[float, float]:
         """Bytes with a perfect allocator, and with the usual fragmentation."""
+        # On a CPU nothing is reserved beside tensors.
         if not self.memory["other"]:
             return self.bytes, self.bytes
         least = self.bytes - self.memory["other"] + profile.context
@@ -184,6 +186,8 @@ class Pricer:
         """Cost the cuts that are not costed yet, together."""
         r = self.request
         names = {
+            # The cut may be costed as another one, where attention keeps its
+            # scores.
             cut: costed_as(cut, r.profile)
             for cut in cuts
             if cut not in self.pieces
@@ -197,6 +201,7 @@ class Pricer:
     def times(self, cut: Layout, rows: float, piped: bool) -> KindTimes:
         """The times of each kind of piece for so many rows, in a pipeline or not."""
         if (cut, rows, piped) not in self._times:
+            # Known cuts are not costed again.
             self.cost([cut])
             r = self.request
             case, busy = (
@@ -249,6 +254,7 @@ def _representative(layout: Layout, count: int) -> Layout:
 
     One rank along tp, cp and ep, and as few along dp as have the same operations.
     """
+    # Two shards or replicas have the same operations as any larger number.
     shards = 2 if layout.shards > 1 else 1
     replicas = 2 if layout.mesh.of("dp.replicate") > 1 and shards > 1 else 1
     axes = [Axis("dp", (replicas, shards)), Axis("pp", (layout.pp,))]
@@ -271,6 +277,8 @@ class _Built:
     def walked(self) -> list[State]:
         rows = range(len(self.program.rows))
         states = [State(self.program, n, in_place=self.in_place) for n in rows]
+        # States are many small objects: a collection meanwhile would only take
+        # time.
         with uncollected():
             for state in states:
                 state.follow()
@@ -310,6 +318,7 @@ def _built(
     joint: frozenset[str],
 ) -> _Built:
     blocking = () if options.overlaps else _UNIT_LANES
+    # With one shard, gradients are summed in place.
     return _Built(
         build(layout, pieces, options), layout.shards == 1, blocking, joint
     )
@@ -324,6 +333,7 @@ def joint_lanes(layout: Layout, hardware: Hardware) -> frozenset[str]:
     """
     if hardware.cores:
         return frozenset()
+    # Shards inside a server and replicas between servers use different links.
     inside = nearest(layout) * layout.shards <= hardware.node < layout.ranks
     return (
         _UNIT_LANES - {KINDS[ops.REDUCE_REPLICAS].lane}
@@ -339,8 +349,11 @@ def _program(priced: Priced, count: int) -> _Built:
     few, joint = _representative(x, count), joint_lanes(x, priced.hardware)
     if x.recompute != "fit":
         return _built(few, pieces, options, joint)
+    # The bytes that `recompute:fit` may fill: what the allocator's reserve
+    # leaves.
     limit = (priced.hardware.memory - profile.context) / profile.reserve
     options = replace(options, sizes=priced.sizes, limit=limit)
+    # Not cached: it depends on sizes and limit, which few cases share.
     return _built.__wrapped__(few, pieces, options, joint)
 
 
@@ -373,6 +386,8 @@ def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
         layout.pp,
         layout.microbatches,
     )
+    # Interleaved schedules repeat in rounds of pp microbatches; an incomplete
+    # round does not.
     rounds = known and layout.chunks > 1 and not known.v_shape
     if (
         known
@@ -384,11 +399,15 @@ def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
         # drains)
         first = (3 * pp, 2 * pp - 1) if known.v_shape else (2 * pp + 2, pp)
         for count, tail in (
+            # Ever longer programs, for schedules that need more microbatches
+            # to become regular.
             (4 * pp, 2 * pp) if rounds else first,
             (6 * pp, 2 * pp),
             (12 * pp, 2 * pp),
         ):
             period = pp if rounds else 1
+            # It saves something only if at least a fifth of the step is left
+            # out.
             if count > tail + period and 5 * count < 4 * most:
                 yield (
                     _program(priced, count),
@@ -425,6 +444,7 @@ def _played(
     starts, ends = times(made, costs, _cores(priced))
     if stretch and part:
         weight = [1.0 + stretch.again * inside for inside in part.inside]
+        # Each repetition shifts the end of the step by the same time.
         longer = stretch.again * shift(made, part, ends)
     if not priced.profile.rolls:
         last = max(range(len(ends)), key=ends.__getitem__)
@@ -472,17 +492,22 @@ def _choice(priced: Priced, room: float) -> Choice:
         stages = tuple(held) if case.layout.pp > 1 else ()
         if sum(memory.values()) > room:  # more microbatches never hold less
             return Choice(case.layout, case, {}, memory, stages)
+        # 0 where the allocator begins to thrash, 1 where it does so fully.
         full = (sum(memory.values()) / hardware.memory - FULL[0]) / (
             FULL[1] - FULL[0]
         )
         strained = profile.strain and full > 0
         costs = (
+            # A strained step has slower computation; otherwise its costs are
+            # kept for the next program.
             priced.costs(1 + profile.strain * min(1.0, full))
             if strained
             else costs or priced.costs()
         )
         if played := _played(priced, built, stretch, costs):
             parts = _parts(played, _inside(priced))
+            # If the parts do not add up to the step, the stretch did not
+            # repeat exactly: simulate more.
             if (
                 not stretch
                 or abs(sum(parts.values()) - played.step - played.longer)
@@ -492,6 +517,7 @@ def _choice(priced: Priced, room: float) -> Choice:
     raise AssertionError("a whole program is simulated")
 
 
+# Reserved bytes follow the tensors; a CPU has no driver context.
 def _held(
     kinds: Mapping[str, float], hardware: Hardware, profile: SoftwareProfile
 ) -> dict[str, float]:
@@ -532,16 +558,22 @@ def _parts(
     """
     made, starts, ends, weight = played[:4]
     busiest = max(
+        # The rank that computes longest, repetitions included.
         made.computing,
         key=lambda row: sum((ends[n] - starts[n]) * weight[n] for n, _ in row),
     )
     parts = dict.fromkeys(PARTS, 0.0)
+    # Where stages begin separately, a step is shorter than its program.
     now = 0.0 if played.step >= max(ends) else starts[busiest[0][0]]
     makespan = now + played.step
 
     def waited(since: float, until: float, cause: int, times: float) -> None:
+        # The operation that ended last before this one could start is what it
+        # waited for.
         kind = made.priced[made.price[cause]][0][1].kind if cause >= 0 else ""
         if kind in ops.MESSAGES:
+            # Of a wait for a message only its own duration is sending; the
+            # rest is the sender's lateness.
             sent = min(until - since, ends[cause] - starts[cause])
             parts["pipe"] += sent * times
             parts["bubble"] += (until - since - sent) * times
@@ -561,6 +593,7 @@ def _parts(
             messages = took * inside.get((op.kind, op.piece), 0.0)
             parts["tensor"] += messages
             parts["compute"] += took - messages
+    # Until the end of the step the rank waits for others.
     waited(now, makespan, -1, 1.0)
     return parts
 
@@ -582,6 +615,8 @@ def longest(priced: Priced) -> dict[tuple[int, Op], float]:
         if not (played := _played(priced, built, stretch, costs)):
             continue
         made, ends, weight = played.made, played.ends, played.weight
+        # A path that begins with a wait also contains the previous step's:
+        # subtract it.
         path, prices = (
             critical(made, ends, weight, played.last),
             made.prices(costs),
@@ -589,10 +624,13 @@ def longest(priced: Priced) -> dict[tuple[int, Op], float]:
         for n, often in critical(made, ends, weight, played.before).items():
             path[n] = path.get(n, 0.0) - often
         whole = played.step + played.longer
+        # A path as long as the step is complete; otherwise take a longer
+        # program.
         if (
             abs(sum(prices[n] * often for n, often in path.items()) - whole)
             <= 1e-9 * whole
         ):
+            # Several operations may share a price: name the slowest.
             slowest = [
                 max(each, key=lambda at: costs.of(at[1], at[0]))
                 for each in made.priced

@@ -20,6 +20,8 @@ from .link import link as cable
 from .profile import SoftwareProfile, profile_named
 from .space import spread
 
+# Patterns in the order of trial: special versions of a device stand before its
+# plain name.
 _DEVICES = (
     (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"A800", "a800"), (r"H100.*PCI", "h100-pcie"),
     (r"H100.*HBM2e", "h100-96"), (r"H800", "h800"), (r"V100.*32", "v100-32"), (r"V100", "v100-16"),
@@ -38,6 +40,8 @@ _COMMON = _WORDS.pop("common")
 # Words without meaning of their own: "bf16 mixed precision", "states of the optimizer
 # on CPU".
 _FILLING = frozenset(_WORDS.pop("filling")["words"])
+# Words by column and meaning; a word in `common` stands for all of its
+# spellings.
 _MEANINGS: dict[str, dict[str, list[str]]] = {
     column: {
         is_: [w for word in words for w in _COMMON.get(word, [word])]
@@ -112,12 +116,15 @@ def read_table(
     path: str | Path, profile: SoftwareProfile | None = None
 ) -> tuple[PublishedRow, ...]:
     """All rows of a table in the format of the published measurements."""
+    # `utf-8-sig`: spreadsheets begin a CSV file with a byte-order mark.
     try:
         with open(
             path, newline="", encoding="utf-8-sig", errors="replace"
         ) as file:
             lines = csv.reader(file)
             columns = [name.strip().lower() for name in next(lines, [])]
+            # Line numbers of the file, since a quoted cell may span several
+            # lines.
             numbered = [
                 (lines.line_num, [cell.strip() for cell in line])
                 for line in lines
@@ -148,6 +155,7 @@ def _row(
         zip(columns, cells, strict=False)
     )
     profile = chosen or profile_named(fields.get("framework", ""))
+    # What was read before a mistake still describes the row.
     kind, case, hardware, why = None, None, None, ""
     ranks, step, memory, batch, status = 0, 0.0, 0.0, 0.0, ""
     try:
@@ -189,6 +197,7 @@ def _row(
             )
             memory = _number(fields, "peak_mem_gb") * unit
             step = _seconds(fields, made)
+        # FLOPs of a step without recomputation: no row can beat the peak.
         work = 6 * batch * sum(work_of_pieces(made.shape))
         if (
             0
@@ -234,6 +243,7 @@ def _number(fields: Mapping[str, str], key: str) -> float:
     text = fields.get(key, "")
     if text.lower() in ("", "-", "n/a", "none"):
         return 0.0
+    # "1,024" is a number; "1,5" is not taken for one.
     plain = (
         text.replace(",", "")
         if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text)
@@ -251,6 +261,7 @@ def _number(fields: Mapping[str, str], key: str) -> float:
 def _count(fields: Mapping[str, str], key: str, usual: int = 1) -> int:
     """The whole number in a cell; `usual` if it has none, an error if `usual` is 0."""
     number, text = _number(fields, key), fields.get(key, "")
+    # 0 ranks along an axis is a mistake, not a missing value.
     none = not number and (
         not usual or (text.startswith("0") and key in ("tp", "pp", "dp"))
     )
@@ -262,13 +273,18 @@ def _count(fields: Mapping[str, str], key: str, usual: int = 1) -> int:
 def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
     """The meaning of a cell's word, as listed in `words.toml`."""
     text, kind = fields.get(key, ""), kind or key
+    # A spreadsheet writes ZeRO stage 3 as "3.0".
     lower = re.sub(r"\.0$", "", text.lower())
+    # First with the words in brackets, then without them: "selective (torch)".
     for spelled in (
         re.sub(r"[()]", " ", lower),
         re.sub(r"\(.*?\)", " ", lower),
     ):
+        # Blanks, hyphens and underscores are one: "full_recompute" ->
+        # "full-recompute".
         word = re.sub(r"[\s_-]+", "-", spelled.strip())
         joined = re.sub("[-/+,&<>=→←]+", "-", word).strip("-")
+        # "optimizer -> CPU" is known by its first part, too.
         for each in (word, _WHERE_TO.split(word)[0].strip("-"), joined):
             meaning = _known(each, kind)
             if meaning is not None:
@@ -296,6 +312,8 @@ def _known(word: str, kind: str) -> str | None:
         found := re.fullmatch(r"stage-?([0-3])-zero|([0-3])-zero", word)
     ):
         return found[1] or found[2]
+    # Both parts must mean the same, except that the narrowest precision
+    # counts.
     parts = [part.strip("-") for part in re.split("[/+,&]|-with-|-and-", word)]
     if len(parts) == 1 or not all(parts):
         return None
@@ -352,7 +370,10 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     if dp * inner != n["gpus"]:
         product = f"{dp} x {n['tp']} x {n['pp']} x {n['cp']} = {dp * inner}"
         raise CellError(
-            "gpus", fields["gpus"], f"is not dp x tp x pp x cp = {product}"
+            "gpus",
+            fields["gpus"],
+            f"is not dp x tp x pp x cp = {product}",
+            # Sequences of a step over all ranks.
         )
     batch = _number(fields, "global_batch")
     if fields["source"].endswith("-layer"):
@@ -364,6 +385,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     rows = _number(fields, "micro_batch") or (
         1.0 if n["pp"] > 1 else min(batch / dp, 4.0)
     )
+    # Microbatches of a rank, rounded: batches are often given rounded.
     count = max(1, round(batch / dp / rows))
     if fields.get("micro_batch") and abs(count * rows * dp / batch - 1) > 0.01:
         raise CellError(
@@ -375,6 +397,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         int(_meaning(fields, "zero")),
         _meaning(fields, "precision"),
     )
+    # A zb-v rank has two stages; interleaved ones as many as given.
     chunks = 2 if schedule == "zb-v" else 1
     if schedule == "interleaved" or (n["vpp"] > 1 and schedule == "1f1b"):
         schedule = "interleaved"
@@ -384,6 +407,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         raise CellError(
             "hsdp_shard", fields["hsdp_shard"], f"does not divide dp={dp}"
         )
+    # Without ZeRO, sharding has no meaning: all of dp is one group.
     shard = shard if zero else dp
     if shard % ep:
         raise CellError(
@@ -391,6 +415,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
             fields["ep"],
             f"does not divide the {shard} ranks of data parallelism",
         )
+    # From the outermost axis: pipelines cross servers first, tp stays inside.
     parts = {
         "pp": (n["pp"],),
         "dp": (dp // shard, shard // ep),
@@ -407,6 +432,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         chunks=chunks,
         microbatches=count,
         recompute=_meaning(fields, "act_ckpt") or profile.recompute,
+        # fp8 and fp4 are formats of matmuls; everything else is in bf16.
         precision="bf16" if precision in ("fp8", "fp4") else precision,
         offload=tuple(filter(None, (_meaning(fields, "offload"),))),
     )
@@ -437,6 +463,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
 def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
     """Chunks of an interleaved schedule that names none: some three blocks each."""
     per = shape.layers // n["pp"]
+    # Chunks with whole numbers of blocks.
     fit = [v for v in range(2, per + 1) if per % v == 0]
     return min(fit, key=lambda v: abs(per / v - 3), default=2)
 
@@ -462,9 +489,11 @@ def _ends(
     with the head's in the last. Our own `stage_pieces` evens that out instead.
     """
     if less or not balanced:
+        # Two blocks fewer in all, one at each end.
         fewer = less and (shape.layers + 2) % pp == 0
         return ((shape.layers + 2) // pp - 1,) * 2 if fewer else (0, 0)
     _, block, *_, head = work_of_pieces(shape)
+    # The head's work, as a number of blocks, is shared out with the blocks.
     each = (shape.layers + head / block) / pp
     last = max(0, min(shape.layers - pp + 1, round(each - head / block)))
     return -(-(shape.layers - last) // (pp - 1)), last
@@ -514,6 +543,7 @@ def _shape(fields: Mapping[str, str]) -> Shape:
     )
 
 
+# "8x7b", "235b-a22b" and "mixtral" name models with experts.
 def _has_experts(fields: Mapping[str, str]) -> bool:
     named = re.search(_EXPERTS, fields.get("model", ""), re.IGNORECASE)
     return _count(fields, "ep") > 1 or named is not None
@@ -530,6 +560,7 @@ def _published_shape(fields: Mapping[str, str]) -> Shape:
     """The catalogue's shape for the model that a row names, if its sizes agree."""
     title = fields.get("model", "")
     known = {name: Shape.load(name) for name in Shape.names()}
+    # By the title before the first comma of its source, or by its name here.
     titles = {
         _plain(shape.source.partition(",")[0]): shape
         for shape in known.values()
@@ -563,6 +594,7 @@ def _dense_shape(fields: Mapping[str, str]) -> Shape:
     if not _number(fields, "layers") or not _number(fields, "hidden"):
         raise MachineError("the row does not give its model's layers or width")
     heads, hidden = _count(fields, "heads"), _count(fields, "hidden")
+    # Hidden over heads is only the usual head size.
     size = _number(fields, "head_dim") or hidden / heads
     return Shape(
         name=fields.get("model", ""),
@@ -576,6 +608,7 @@ def _dense_shape(fields: Mapping[str, str]) -> Shape:
         vocab=_count(fields, "vocab", 51200),
         sequence=_count(fields, "seq", 0),
         gated=gated,
+        # No column has these: a gated MLP stands for Llama's other choices.
         norm="rms" if gated else "layer",
         positions="rope" if gated else "learned",
         tied=bool(_meaning(fields, "tied", "flag")),
@@ -604,10 +637,13 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
     s, l = case.sequence, case.shape.layers  # noqa: E741
     h, v, tokens = case.shape.hidden, case.shape.vocab, case.tokens
     text = fields.get("mfu_formula", "")
+    # Narayanan et al. 2021, with recomputation: 96 B s l h^2 (1 + s / 6h + V /
+    # 16 l h).
     if text.startswith(("96", "Megatron-DeepSpeed")):
         return 96.0 * tokens * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
     # the share of (query, key) pairs that the source counts
     pairs = 0.5 if "causal" in text.lower() else 1.0
+    # 6 FLOPs a parameter and token; attention adds 12 l h s a token.
     model = (
         6.0 * case.shape.active * tokens + 12.0 * pairs * l * h * s * tokens
     )
@@ -618,6 +654,7 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
 @lru_cache(maxsize=256)
 def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
     """A row's hardware: its device's cluster, with its own servers and network."""
+    # Amazon's network has its own measured levels.
     efa = (
         "h100-efa-fading" if "bandwidth falls" in link.lower() else "h100-efa"
     )
@@ -629,6 +666,7 @@ def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
     near, far = whole.levels
     levels: tuple[Level, ...] = (replace(near, size=min(inside, ranks)),)
     if ranks > inside:
+        # Whole servers, rounded up.
         far = replace(far, size=-(-ranks // inside))
         far = (
             replace(far, share=far.share * port / far.bandwidth)
@@ -645,15 +683,19 @@ def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
 
 def _port(link: str, node: int) -> float:
     """Bytes per second of a device, from a row's text about its network; 0: unknown."""
+    # Different spellings of one unit: "400 Gbps", "3.2 Tb".
     link = re.sub(r"(?i)gbps|gbit/s", "Gb/s", link)
     link = re.sub(
         r"([\d.]+) ?T(?=b)",
         lambda found: f"{1000 * float(found[1]):g} G",
         link,
     )
+    # "8x HDR": cables by their InfiniBand generation.
     named = re.search(r"(?i)(\d+) ?x ?(?:infiniband )?([ehnx]dr)\b", link)
     if named and not re.search(r"\dx? ?Gb", link):
         link = f"{named[1]}x{cable('infiniband-' + named[2].lower()).bandwidth * 8e-9:g} Gb"
+    # A rate for each device: given, or a server's divided by its devices. 8
+    # bits a byte.
     for pattern, unit in (
         (r"()\((\d+(?:\.\d+)?) GB/s/GPU", 1.0),
         (r"(\d+) ?x ?(\d+) ?Gb", 8.0 * max(node, 1)),

@@ -53,6 +53,8 @@ class Topology:
         left, found = list(self.devices), []
         while left:
             group = [left.pop(0)]
+            # The group grows while the loop walks it: neighbours of neighbours
+            # are members.
             for member in group:
                 near = [
                     d
@@ -67,6 +69,7 @@ class Topology:
     def nearest_nics(self, device: str) -> tuple[str, ...]:
         """The names of the NICs that a device reaches over its nearest kind of link."""
         nics = [name for name in self.names if name not in self.devices]
+        # All NICs over the same nearest kind of link, not only one of them.
         least = min(
             (_far(self.between(device, nic)) for nic in nics), default=0
         )
@@ -107,6 +110,7 @@ class Topology:
 
 
 def _far(kind: str) -> int:
+    # "NV18" -> "NV": the number of links does not change the order.
     return _ORDER.index(re.sub(r"\d", "", kind))
 
 
@@ -134,6 +138,7 @@ def read_topology() -> Topology:
 
 def parse_topology(text: str) -> Topology:
     """Parse the output of `nvidia-smi topo -m`."""
+    # The output of a terminal contains escape sequences.
     lines = [_ESCAPES.sub("", line).rstrip() for line in text.splitlines()]
     if any(line.startswith("No devices were found") for line in lines):
         return Topology((), ())
@@ -152,6 +157,7 @@ def parse_topology(text: str) -> Topology:
     names = tuple(re.split(r"\bCPU\b", lines[start])[0].split())
     rows: list[tuple[str, ...]] = []
     rest: list[list[str]] = []
+    # Rows are numbered as an editor shows them, from 1 after the header.
     for number, line in enumerate(
         lines[start + 1 : start + 1 + len(names)], start + 2
     ):
@@ -168,6 +174,7 @@ def parse_topology(text: str) -> Topology:
             int(c[1]) if len(c) > 1 and c[1].isdigit() else None
             for c in rest[:devices]
         ),
+        # The legend under the table: "NIC0: mlx5_0".
         tuple(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.M)),
     )
 
@@ -205,6 +212,7 @@ def _check_square(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         raise TopologyError(
             f"the text ends before the row of {names[len(rows)]}."
         )
+    # A link is the same from both ends.
     for i, row in enumerate(rows):
         for j, kind in enumerate(row):
             if rows[j][i] != kind:
