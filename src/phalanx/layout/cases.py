@@ -17,6 +17,7 @@ from .shape import Shape, ShapeError
 AXES = ("dp", "pp", "cp", "tp", "ep")
 _WORDS = """; recompute:selective; offload:activations; gather:step; offload:weights; recompute:sqrt;
     reduce:micro; prefetch:0; offload:optimizer,activations prefetch:3; gather:micro; reduce:step"""
+# One more option for a layout, in turn; the first one adds nothing.
 _BESIDES = [Layout.written(words) for words in _WORDS.split(";")]
 _DATA = tomllib.loads(
     Path(__file__).with_name("cases.toml").read_text(encoding="utf-8")
@@ -49,14 +50,19 @@ def every_layout(
     With `besides`, each has one more option, in turn, if that is legal: the same number
     of layouts, in which every option occurs with every choice.
     """
+    # Without experts ep has nothing to share, and every size of it would be
+    # illegal.
     free = set(axes.split()) - ({"ep"} if not shape.experts else set())
     plain = tuple(
         x
         for x in dict.fromkeys(_all(shape, ranks, free))
         if not legal(x, shape)
     )
+    # Options go round independently of layouts, so each meets every kind of
+    # choice.
     turns: Any = zip(plain, cycle(_BESIDES if besides else [{}]), strict=False)
     each = [(x, replace(x, **option)) for x, option in turns]
+    # Where the additional option is illegal, the plain layout stays.
     return tuple(dict.fromkeys(x if legal(y, shape) else y for x, y in each))
 
 
@@ -68,6 +74,7 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
                 Axis("dp", (dp // inner, inner)), Axis("pp", (pp,)),
                 Axis("cp", (cp // ulysses, ulysses)), Axis("tp", (tp,)), Axis("ep", (ep,)),
             ))  # fmt: skip
+            # Replicas of one shard each shard nothing.
             if inner == 1 and dp > 1:
                 continue
             for zero, seq, order, recompute, overlap in product(
@@ -75,6 +82,8 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
                 (False, True),
                 _orders(pp),
                 recomputes,
+                # Overlap needs another rank of ep: a slice of one entry
+                # without it.
                 (False, True)[:ep],
             ):
                 x = Layout(mesh, seq, zero, *order, precision=FP64)
@@ -86,6 +95,7 @@ def _grids(ranks: int, free: list[bool]) -> Iterator[tuple[int, ...]]:
     if not free:
         yield ()
         return
+    # Sizes of the first axis; the rest of the ranks is left to the others.
     for size in range(1, ranks + 1) if free[0] else (1,):
         for others in _grids(ranks // size, free[1:]):
             yield size, *others
@@ -119,6 +129,8 @@ def covering(layouts: tuple[Layout, ...], least: int) -> tuple[Layout, ...]:
 
     It is filled up evenly.
     """
+    # Pairs are numbered as they occur, so a set of pairs is an integer, and a
+    # union is `|`.
     bits: dict[object, int] = {}  # a bit for each pair of choices
     pairs = {
         x: sum(
@@ -129,10 +141,13 @@ def covering(layouts: tuple[Layout, ...], least: int) -> tuple[Layout, ...]:
     }
     missing = (1 << len(bits)) - 1
     chosen: dict[Layout, None] = {}
+    # A greedy set cover: the layout with the most pairs that no chosen one has
+    # yet.
     while missing:
         best = max(layouts, key=lambda x: (pairs[x] & missing).bit_count())
         chosen[best] = None
         missing &= ~pairs[best]
+    # Then layouts at even distances in the list.
     step = max(1, len(layouts) // max(1, least))
     for x in layouts[::step]:
         if len(chosen) >= least:

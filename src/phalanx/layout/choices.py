@@ -112,18 +112,23 @@ MATMULS = {
     FP8_TILE: MatmulTraits(128, square=True),  # DeepSeek-V3 2024, 3.3.2
     MXFP8: MatmulTraits(32, power=True),  # OCP Microscaling Formats 1.0
 }
+# For each, gradients in the format with more range: `fp8:e5m2`,
+# `fp8:tile,e5m2`.
 MATMULS |= {
     f"{name}{',' if ':' in name else ':'}e5m2": traits._replace(
         gradient=_WIDER
     )
     for name, traits in MATMULS.items()
 }
+# And each of these with routed experts: `fp8:experts`,
+# `fp8:tile,e5m2,experts`.
 MATMULS |= {
     f"{name}{',' if ':' in name else ':'}experts": traits._replace(
         experts=True
     )
     for name, traits in MATMULS.items()
 }
+# A second spelling of row-wise scales, which prints as fp8.
 MATMUL_WORDS = {name: name for name in MATMULS} | {
     "fp8:row": FP8,
     "fp8:row,e5m2": f"{FP8}:e5m2",
@@ -186,6 +191,7 @@ def elsewhere(section: str) -> dict[str, str]:
     """Map other libraries' names to ours, from a section of elsewhere.toml."""
     data = (
         Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8")
+        # A row of ours lists the names of several libraries.
     )
     rows = tomllib.loads(data)[section].items()
     return {other: ours for ours, others in rows for other in others.split()}

@@ -44,6 +44,7 @@ _KINDS: dict[Any, tuple[str, str, str]] = {
     dict: ("a table", "{}", "object"),
     NoneType: ("nothing", "", "null"),
 }
+# Names of limits here, and in JSON Schema.
 _BOUNDS = {
     "minimum": "minimum",
     "maximum": "maximum",
@@ -52,6 +53,7 @@ _BOUNDS = {
 QUOTES = "\"' \t"
 _NAME = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
 _PATH = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
+# A table's head, `[a.b]` or `[[a.b]]`, or the key of a line, `a.b = ...`.
 _LINE = re.compile(rf"\s*(?:(\[\[?)\s*({_PATH})\s*\]|({_PATH})\s*=)")
 
 
@@ -101,6 +103,7 @@ def key(
 
     `name` is its key in a file, if different.
     """
+    # `above` excludes its bound and takes the place of the minimum of 0.
     bounds = {
         "minimum": minimum if above is None else None,
         "maximum": maximum,
@@ -122,6 +125,7 @@ class _Key(NamedTuple):
 def _keys(cls: Any) -> dict[str, _Key]:
     hints, made = get_type_hints(cls), {}
     for f in fields(cls):
+        # A default made by a factory is made once: values are frozen.
         default = (
             f.default if f.default_factory is MISSING else f.default_factory()
         )
@@ -135,6 +139,7 @@ def every_key(cls: Any, prefix: str = "") -> Iterator[str]:
     """All keys of a file, dotted."""
     for name, one in _keys(cls).items():
         inner = is_dataclass(one.type)
+        # A table's own keys stand in for it: "optimizer.lr".
         yield from (
             every_key(one.type, f"{prefix}{name}.")
             if inner
@@ -231,6 +236,8 @@ class Reader:
         self._pointers = pointers or {}
         self._arguments: dict[str, str] = {}
         self._mistakes: list[Mistake] = []
+        # A text that is no TOML is a mistake like others: arguments are still
+        # checked.
         try:
             self.given = parse_toml(text, "this", ValueError)
         except ValueError as error:
@@ -253,6 +260,8 @@ class Reader:
         self._mistakes.append(Mistake(place, what, own_way_out or way_out))
 
     def _override(self, argument: str) -> None:
+        # "optimizer.lr=3e-4" -> the path ["optimizer", "lr"] and the text
+        # "3e-4".
         name, equals, text = argument.partition("=")
         path = name.strip().split(".")
         named = len(path) <= DEPTH and all(
@@ -263,18 +272,26 @@ class Reader:
             way_out = "Write key=value, as in steps=100 or optimizer.lr=3e-4"
             self._mistakes.append(Mistake("argument", what, way_out))
             return
+        # Walk to the innermost table, and make those that the file does not
+        # have.
         inner = self.given
         for part in path[:-1]:
             before = inner.get(part)
             if not isinstance(before, dict):
+                # `model = "FILE.py:GPT"` and `model.n_layer=6` -> a table that
+                # keeps the class.
                 kept = isinstance(before, str) and part in self._texts
                 inner[part] = {self._texts[part]: before} if kept else {}
             inner = inner[part]
         try:
+            # The value is TOML, so that 3, 3e-4, true and [1, 2] have their
+            # types.
             inner[path[-1]] = parse_toml(
                 f"{path[-1]} = {text}", name[:60], ValueError
             )[path[-1]]
         except ValueError as error:
+            # Numbers and nesting beyond a limit are no text, and stay
+            # mistakes.
             if re.search("digits|64 bits|deep", str(error)):
                 self._refused("argument", error, "Write less")
             else:  # plain text: nobody wants to quote in a shell
@@ -287,11 +304,14 @@ class Reader:
         """The place where a key is set: the line or argument, else its table, else the file."""
         whole = path
         while path:
+            # An argument stands for its key and everything below it.
             for name, argument in self._arguments.items():
                 if path == name or name.startswith(path + "."):
                     return argument
             if path in self._lines:
                 return f"{self._file} line {self._lines[path]}".strip()
+            # Not found: look for the table around it. "rates[1].m" ->
+            # "rates[1]" -> "rates".
             item = re.search(r"\[[0-9]+\]$", path)
             path = path[: item.start()] if item else path.rpartition(".")[0]
         return self._file or whole
@@ -300,16 +320,22 @@ class Reader:
     def _lines(self) -> dict[str, int]:
         """The line of each key and table; `rates[1].m` is in the second [[rates]]."""
         lines: dict[str, int] = {}
+        # The index of the latest table of each list of tables.
         lists: dict[str, int] = {}
         current = ""
         for number, line in enumerate(self._text.splitlines(), 1):
             match = _LINE.match(line)
             if not match:
                 continue
+            # A table's head starts at the root, and a key belongs to the table
+            # before it.
             path = "" if match[1] else current
             for part in re.findall(_NAME, match[2] or match[3]):
+                # A name inside a list of tables means its latest entry.
                 path += f"[{lists[path]}]" if path in lists else ""
                 path = f"{path}.{part.strip(QUOTES)}".lstrip(".")
+                # The first line of a path counts, as TOML allows no second
+                # one.
                 lines.setdefault(path, number)
             if match[1] == "[[":
                 lists[path] = lists.get(path, -1) + 1
@@ -329,6 +355,8 @@ class Reader:
         known = _keys(cls)
         values: dict[str, Any] = {}
         before = len(self._mistakes)
+        # Unknown and wrong keys do not end the loop: all mistakes are reported
+        # at once.
         for name, value in given.items():
             if name in known:
                 read = self._value(
@@ -350,10 +378,12 @@ class Reader:
                 )
         if any(one.attribute not in values for one in required.values()):
             return _WRONG
+        # The class checks keys against each other only if each is valid alone.
         try:
             return cls(**values)
         # values that are valid alone but contradict each other
         except FileError as error:
+            # After other mistakes this one may only be a consequence of them.
             alone = before == len(self._mistakes)
             for mistake in error.mistakes if alone else ():
                 self._wrong(
@@ -367,6 +397,7 @@ class Reader:
         self, hint: Any, value: Any, path: str, limits: Mapping[str, Any]
     ) -> Any:
         """Convert a value to its field's type."""
+        # A short cut for plain integers, of which large files have most.
         if hint is int and type(value) is int and not limits:
             return value
         parts = _parts(hint)
@@ -385,11 +416,14 @@ class Reader:
                 what,
                 f"Write {spelled}" if spelled else _way_out(hint, path),
             )
+        # The first type of a union that the value has.
         if isinstance(hint, UnionType):
             part = next(part for part in parts if _fits(value, part))
             return self._value(part, value, path, limits)
         if is_dataclass(hint):
             return self.table(hint, value, f"{path}.")
+        # One type for all items of `tuple[int, ...]`, or one for each of
+        # `tuple[float, float]`.
         if _plain(hint) is tuple:
             kinds = parts[:1] * len(value) if parts[-1] is ... else parts
             pairs = enumerate(zip(kinds, value, strict=True))
@@ -408,12 +442,15 @@ class Reader:
                 return _WRONG
         if limits and (problem := _problem(value, path, limits)):
             return self._wrong(path, *problem)
+        # TOML may give an integer where a number is asked for.
         return float(value) if hint is float else value
 
     def _unknown(self, cls: Any, path: str, value: Any) -> None:
         path = _cut(path, 80)
         prefix, _, last = path.rpartition(".")
         names = [f"{prefix}.{name}".lstrip(".") for name in _keys(cls)]
+        # Reversed, so that of equal last names the first key of the class
+        # wins.
         leaves = {
             name.rpartition(".")[2]: name
             for name in reversed([*every_key(self._root)])
@@ -431,6 +468,7 @@ class Reader:
             if near
             else f"Keys here are {', '.join(names)}"
         )
+        # A pointer for the last part of the key, then one for its whole path.
         for name in (last.lower(), path):
             way_out = self._pointers.get(name, way_out)
         self._wrong(
@@ -463,12 +501,15 @@ def _problem(
         )
         return f"{path} = {_shown(value)} is unknown", f"Choose {known}.{hint}"
     low, high, above = (limits.get(name) for name in _BOUNDS)
+    # A tuple's bounds hold for each of its numbers.
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
             continue
         if (low is not None and number < low) or (
             high is not None and number > high
         ):
+            # Whole numbers with thousands separators, others as short as
+            # possible.
             first, last = (
                 f"{x:,}" if isinstance(x, int) else f"{x or 0:g}"
                 for x in (low, high)
@@ -502,12 +543,15 @@ def _fits(value: Any, hint: Any) -> bool:
     """True if a value has this type, ignoring the contents of lists and tables."""
     if isinstance(hint, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
+    # A union was handled above; `get_args` of tuple[X, ...] ends in an
+    # ellipsis.
     plain, parts = _plain(hint), _parts(hint)
     if hint is Any or plain is NoneType:
         return hint is Any or value is None
     if plain is tuple:
         count = None if parts[-1] is ... else len(parts)
         return isinstance(value, list | tuple) and count in (None, len(value))
+    # A bool is an int in Python: refuse it where a number is meant.
     if isinstance(value, bool) or plain is bool:
         return isinstance(value, bool) and plain is bool
     if plain is float:
@@ -525,6 +569,7 @@ def _way_out(hint: Any, path: str) -> str:
         return "Write " + " or ".join(called for called, *_ in kinds)
     called, example, _ = kinds[0]
     if hint == tuple[float, float]:
+        # The one pair among the keys has an example of its own.
         called, example = "two numbers", "[0.9, 0.95]"
     return f"Write {called}, as in {path} = {example}"
 
@@ -567,10 +612,12 @@ def _dumped(value: Any, path: str, short: bool) -> Iterator[str]:
         else value
     )
     for name, item in items.items():
+        # Defaults are left out, and so is None, which TOML cannot write.
         if short and name in keys and item in (None, keys[name].default):
             continue
         described = name in keys and keys[name].description and not short
         comment = f"  # {keys[name].description}" if described else ""
+        # One entry tells whether a tuple is a list of tables.
         first = item[0] if isinstance(item, tuple) and item else item
         if is_dataclass(first) or (isinstance(item, Mapping) and item):
             tables.append((_quoted(name), item, comment))
@@ -602,6 +649,8 @@ def toml_value(value: Any, short: bool = False) -> str:
         return repr(float(f"{value:.6g}") if short else value)
     if value is None:
         return ""
+    # A JSON string is a TOML basic string, except that invisible characters
+    # must be escaped.
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
@@ -610,6 +659,7 @@ def schema(cls: Any, title: str = "") -> dict[str, Any]:
     """The JSON Schema of a file's keys."""
     properties, required = {}, []
     for name, one in _keys(cls).items():
+        # The same bounds in JSON Schema's words.
         limits = {
             json_name: one.limits.get(ours)
             for ours, json_name in _BOUNDS.items()
@@ -647,6 +697,7 @@ def _typed(hint: Any, limits: dict[str, Any]) -> dict[str, Any]:
     parts = get_args(hint)
     if is_dataclass(hint):
         return schema(hint)
+    # Bounds belong to numbers alone.
     limits = limits if {int, float} & {hint, *parts} else {}
     if isinstance(hint, UnionType):
         return {"type": [_KINDS[_plain(part)][2] for part in parts], **limits}

@@ -41,6 +41,8 @@ class Rendezvous:
 
 def rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
     """The rank that the environment gives this process, or None."""
+    # RANK and WORLD_SIZE come first: torchrun inside a Slurm job sets both
+    # kinds.
     if any(name in environment for name in ("RANK", "WORLD_SIZE")):
         at = _torchrun(environment)
     elif "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
@@ -48,6 +50,7 @@ def rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
         at = _slurm(environment)
     else:
         return None
+    # A rank's number on its host cannot exceed its number among all.
     if not 0 <= at.rank < at.size or not 0 <= at.local <= at.rank:
         raise EnvironmentMistake(
             f"the environment says rank {at.rank}, local rank {at.local}, of {at.size} ranks: "
@@ -61,6 +64,7 @@ def rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
+    # Only torchrun's elastic agent sets this; other launchers set RANK alone.
     agent = "TORCHELASTIC_RUN_ID" in environment
     # A Kubernetes pod with one rank does not set it.
     environment = {"LOCAL_RANK": "0", **environment}
@@ -77,6 +81,8 @@ def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
         port,
         served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_whole({restarts: "0", **environment}, restarts, "torchrun"),
+        # All ranks are local if this host starts as many as there are in
+        # total.
         one_host=environment.get("LOCAL_WORLD_SIZE") == str(size),
         source=f"RANK and WORLD_SIZE of {'torchrun' if agent else 'a launcher'}",
         agent=agent,
@@ -102,6 +108,7 @@ def _slurm(environment: Mapping[str, str]) -> Rendezvous:
         environment.get("SLURM_STEP_NUM_NODES")
         or environment.get("SLURM_NNODES")
     ) == "1"
+    # A user's MASTER_ADDR takes precedence over the first node of the list.
     host = environment.get("MASTER_ADDR")
     if not host:
         of_step = bool(environment.get("SLURM_STEP_NODELIST"))
@@ -115,6 +122,7 @@ def _slurm(environment: Mapping[str, str]) -> Rendezvous:
     # All tasks of a step must guess the same port. Two jobs or steps on a node seldom
     # share it.
     step = environment.get("SLURM_STEP_ID", "")
+    # The steps of one job get ports that are 1009 apart.
     offset = job + 1009 * (
         int(step) if re.fullmatch("[0-9]{1,9}", step) else 0
     )
@@ -142,6 +150,7 @@ def first_node(nodes: str) -> str:
     match = _FIRST_NODE.match(nodes)
     if match is None:
         return ""
+    # `rack[1-2]` -> `rack1`: a bracket stands for its first number.
     return re.sub(_NODES, lambda part: part[1] or part[0], match[1])
 
 
@@ -153,11 +162,14 @@ def node_command(
     Needed if a launcher started one process per node. `ranks` is the number the layout
     needs, if known.
     """
+    # A rank was started already: nothing to start on this node.
     if "RANK" in environment or "SLURM_PROCID" in environment:
         return None
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     if "PET_NNODES" in environment:
         return torchrun  # it reads PET_* itself
+    # No task of SkyPilot, or one on a single node: the command starts the
+    # ranks itself.
     nodes = _whole(
         {"SKYPILOT_NUM_NODES": "1", **environment},
         "SKYPILOT_NUM_NODES",
@@ -174,6 +186,8 @@ def node_command(
     return [
         *torchrun,
         f"--nnodes={nodes}",
+        # Without GPUs, one process for each rank that this node has of the
+        # layout.
         f"--nproc-per-node={gpus or max(1, (ranks or nodes) // nodes)}",
         f"--node-rank={_whole(environment, 'SKYPILOT_NODE_RANK', 'sky launch')}",
         f"--master-addr={addresses[0]}",

@@ -65,6 +65,8 @@ class Family:
 
 
 def _family(row: dict[str, Any]) -> Family:
+    # Rows that families share, by the name of their table; a family's own come
+    # last.
     tables: dict[str, Any] = {
         "block": ["plain"],
         "outer": ["plain"],
@@ -125,6 +127,7 @@ def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
     """Map weights of ours, given with their dim counts, to Hugging Face tensors."""
     found: dict[str, HubTensor] = {}
     for name, dims in names.items():
+        # "layers.3.attn.wq.weight" -> block 3 and "attn.wq.weight".
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         inner = layer[2] if layer else name
         ours, theirs = (
@@ -137,12 +140,15 @@ def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
             each: their for their in table for each in table[their].split()
         }
         path, _, last = inner.rpartition(".")
+        # A row may name a whole tensor, or a module with its weight and bias.
         tensor, last = (
             (places[inner], "")
             if inner in places
             else (places[path], f".{last}")
         )
         packed = tuple(f"{ours}{each}{last}" for each in table[tensor].split())
+        # GPT-2's Conv1D and gpt-oss's experts store (in, out), unlike a linear
+        # layer's (out, in).
         transposed = bool(layer) and dims == family.transposed
         alternating = family.alternating and len(packed) > 1
         found[name] = HubTensor(
@@ -273,10 +279,13 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
             f"{where}: 'model_type' is {str(name)[:40]!r}, and no name."
         )
     family = FAMILIES.get(name, _OTHER)
+    # Defaults of the family first, then the file's own keys, renamed to the
+    # common ones.
     table = {
         **family.config,
         **{family.keys.get(k, k): value for k, value in table.items()},
     }
+    # These configurations leave out the MLP's width where it is 4 x hidden.
     wide = name == "gpt2" or family is _OTHER
     if (
         wide
@@ -307,8 +316,10 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     theta: Any = rope.get("rope_theta", config.rope_theta or 10000.0)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     activation = config.hidden_activation or config.hidden_act or "silu"
+    # transformers' default for Gemma 2 and 3, which do not read `hidden_act`.
     if name in _SCALED and not config.hidden_activation:
         activation = "gelu_pytorch_tanh"
+    # Each sentence is a reason against the model if its value is true.
     reasons = _reasons(config, family) | {
         f"its activation is {activation[:40]!r}": activation
         not in _ACTIVATIONS,
@@ -322,6 +333,7 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     }
     windows = tuple(_windows(config, family, reasons))
     stretch = _stretch(config, rope, kind, reasons)
+    # A key that is absent has the first of the supported values.
     wrong = [
         why for key, can, why in _ONLY if table.get(key, can[0]) not in can
     ]
@@ -330,6 +342,7 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         raise LayoutError(
             f"{where}: {'; '.join(dict.fromkeys(wrong))}: this model cannot do that."
         )
+    # An activation that follows from the gate is not written.
     plain = _ACTIVATIONS[activation] == (
         "silu" if family.shape.get("gated", True) else "gelu"
     )
@@ -345,16 +358,21 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         given["softcap"] = config.attn_logit_softcapping or 0.0
         given["logit_softcap"] = config.final_logit_softcapping or 0.0
         given["embed_scale"] = math.sqrt(config.hidden_size)
+        # Scores are divided by the square root of this; head_dim is the usual
+        # value.
         scalar = float(config.query_pre_attn_scalar or given["head_dim"])
         given["query_scalar"] = 0.0 if scalar == given["head_dim"] else scalar
     if name == "gemma3_text":
         theta = local.get("rope_theta") or config.rope_local_base_freq
         given["rope_local_theta"] = float(theta or 0)
     if config.kv_lora_rank:
+        # A head has features without positions and features that rope turns.
         given["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
         given["rope_pairs"] = (
             "neighbours" if config.rope_interleave else "halves"
         )
+        # Yarn multiplies scores by scale^2. They are divided by the root of
+        # this number, so it falls by scale^4.
         if kind != "default" and rope.get("mscale_all_dim"):
             scale = 1 + 0.1 * float(rope["mscale_all_dim"]) * math.log(
                 given["rope_factor"]
@@ -374,6 +392,7 @@ def _reasons(config: _Config, family: Family) -> dict[str, Any]:
     """Features that our decoder lacks, each with a flag: whether the model uses it."""
     biased, dense = family.shape.get("sinks"), config.mlp_only_layers or ()
     quantized = (config.quantization_config or {}).get("quant_method")
+    # gpt-oss alone: MXFP4 with alternating rows of gate and up.
     read = quantized == PACKED_4 and family.alternating
     return {
         "it has biases in attention or feed-forward": config.attention_bias
@@ -382,6 +401,7 @@ def _reasons(config: _Config, family: Family) -> dict[str, Any]:
         "its weights are quantized": config.quantization_config and not read,
         "not all of its last blocks have experts": family.experts
         and (
+            # Dense blocks must be the first ones, and all others have experts.
             config.decoder_sparse_step not in (None, 1)
             or sorted(dense) != [*range(len(dense))]
         ),
@@ -407,6 +427,7 @@ def _windows(
 ) -> Iterator[int]:
     """Yield the window of each block, over the shortest repeating pattern."""
     count, types = config.num_hidden_layers, config.layer_types
+    # Configurations of Qwen list a window even where none is used.
     unsaid = (
         config.model_type.startswith("qwen")
         and config.use_sliding_window is None
@@ -416,6 +437,8 @@ def _windows(
     first = config.max_window_layers or 0
     pattern = config.sliding_window_pattern or family.pattern
     if types is None:
+        # Without a window: Qwen's blocks before `first`, and every
+        # `pattern`-th block of Gemma.
         local = (
             n >= first and (not pattern or (n + 1) % pattern > 0)
             for n in range(count)
@@ -430,6 +453,8 @@ def _windows(
             len(types) != count
         )
         reasons["it attends within a sliding window"] = any(windowed) and lacks
+    # The shortest period that gives all windows: alternating blocks need two
+    # numbers.
     periods = range(1, count + 1) if any(windowed) else ()
     fits = (
         p
@@ -452,16 +477,20 @@ def _stretch(
         return {}
     # They use the longest sequence if the first training's is not given.
     longest = config.max_position_embeddings
+    # A null is a missing number, for which the next lines have defaults.
     rope = {k: x for k, x in rope.items() if x is not None}
     given = {"original_max_position_embeddings": longest, **rope}
+    # The dynamic scaling starts from the configuration's own length.
     if kind == "dynamic":
         given["original_max_position_embeddings"] = longest
+    # Defaults of transformers' `_compute_yarn_parameters`.
     if kind == "yarn":
         original = given["original_max_position_embeddings"]
         if type(original) is int and longest:
             given.setdefault("factor", longest / original)
         given = {"beta_fast": 32.0, "beta_slow": 1.0} | given
         given.setdefault("attention_factor", _attention_factor(given))
+    # bool is excluded by `type`, as are texts.
     lost = [
         name
         for name in _ROPE[kind]
@@ -493,6 +522,8 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
         and up
         and down
     ):
+        # The quotient of both scales, each 0.1 m ln(factor) + 1 (Peng et al.
+        # 2023).
         return (0.1 * up * math.log(factor) + 1) / (
             0.1 * down * math.log(factor) + 1
         )
@@ -523,11 +554,13 @@ def family_of(shape: Shape, wanted: str = "") -> str:
 
 def _differences(shape: Shape, name: str) -> Iterator[str]:
     family, plain = FAMILIES[name], {f.name: f.default for f in fields(Shape)}
+    # A trait is a difference if the family fixes it to another value.
     for trait in _TRAITS.split():
         has, wants = (
             getattr(shape, trait),
             family.shape.get(trait, plain[trait]),
         )
+        # "" follows from the gate, on both sides.
         if trait == "activation":
             has = has or ("silu" if shape.gated else "gelu")
             wants = wants or (
@@ -541,6 +574,7 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
         shape.kv_latent and shape.shared_experts
     ):
         yield "kv_latent and shared_experts would be there"
+    # Its divisor of scores can only come from yarn's scale.
     if name == "deepseek_v3" and shape.query_scalar and shape.rope_factor == 1:
         yield f"query_scalar would be head_dim, {shape.head_dim}, not {shape.query_scalar:g}"
     if name in ("mixtral", "gpt_oss") and shape.expert_ffn not in (
@@ -551,11 +585,13 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
     scale = math.sqrt(shape.hidden) if name in _SCALED else 1.0
     if not math.isclose(shape.embed_scale, scale):
         yield f"embed_scale would be {scale:g}, not {shape.embed_scale:g}"
+    # The longest pattern of windows that this kind of family can write.
     most = {"": 0, "all": 1, "some": len(shape.windows)}[family.windows]
     if len(shape.windows) > most:
         yield f"windows would be in {'all' if family.windows else 'no'} blocks"
     if len({*shape.windows} - {0}) > 1:
         yield "windows would have one size"
+    # GPT-2 has neither grouped keys nor a head size of its own.
     usual = (
         shape.kv_heads == shape.heads
         and shape.head_dim * shape.heads == shape.hidden
@@ -579,6 +615,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     if shape.dense_layers and "dense_layers" not in data.experts.values():
         config["mlp_only_layers"] = [*range(shape.dense_layers)]
     if family == "gpt2":
+        # GPT-2 has its own names for these keys: n_embd for hidden_size.
         back = {ours: theirs for theirs, ours in data.keys.items()}
         dropped = ("num_key_value_heads", "head_dim", "rope_theta")
         config = {
@@ -589,6 +626,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
         "rope_type": "default",
         "rope_theta": shape.rope_theta,
     }
+    # Without stretching, the type stays "default".
     if shape.rope_factor != 1:
         rope["rope_type"] = shape.rope_scaling
         rope |= {
@@ -604,6 +642,8 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
         config |= {
             "q_lora_rank": shape.q_latent or None,
             "head_dim": shape.turned,
+            # Their head_dim is the rotated part, because transformers' rope reads
+            # it.
         }
         config |= {
             "v_head_dim": shape.valued,
@@ -614,12 +654,14 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
             "qk_nope_head_dim": shape.head_dim - shape.turned,
         }
         config["rope_interleave"] = shape.rope_pairs == "neighbours"
+        # The inverse of reading: the scale that gives this divisor of scores.
         if shape.query_scalar:
             scale = (shape.head_dim / shape.query_scalar) ** 0.25
             rope["mscale_all_dim"] = round(
                 (scale - 1) / (0.1 * math.log(shape.rope_factor)), 12
             )
             config["rope_scaling"]["mscale_all_dim"] = rope["mscale_all_dim"]
+    # Dynamic scaling measures the sequence against this length.
     if shape.rope_scaling == "dynamic" and shape.rope_factor != 1:
         config["max_position_embeddings"] = shape.rope_original
     # Newer readers take rope from here, older ones from `rope_theta` and
@@ -627,8 +669,10 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     config["rope_parameters"] = rope
     plain = shape.activation in ("", "silu")
     config["hidden_act"] = "silu" if plain else "gelu_pytorch_tanh"
+    # Qwen2 always has biases of q, k and v, and no key for them.
     if family != "qwen2":
         config["attention_bias"] = shape.bias == "all"
+    # One window for each block, as the configuration lists them.
     repeated = cycle(shape.windows)
     windows = [n for _, n in zip(range(shape.layers), repeated, strict=False)]
     if data.windows:
@@ -650,6 +694,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
             "attn_logit_softcapping": shape.softcap or None,
             "final_logit_softcapping": shape.logit_softcap or None,
         }
+    # Blocks with a window have their own rope.
     if family == "gemma3_text":
         local = {
             "rope_type": "default",

@@ -65,11 +65,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
         raise OSError(
             errno.EINVAL, "no file can have this name", str(path)
         ) from None
+    # ENXIO: nobody reads this pipe, or it is a socket.
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise
         what = "it is a named pipe or a socket, not a regular file"
         raise OSError(errno.EINVAL, what, str(path)) from None
+    # The kind of the opened file, not of the path, which may have changed
+    # since.
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)
@@ -91,9 +94,12 @@ def read_text(
     try:
         with open_regular(Path(path)) as file:
             size = os.fstat(file.fileno()).st_size
+            # One byte more than allowed shows that a file grew after its size
+            # was read.
             read = b"" if size > limit else file.read(limit + 1)
     except OSError as wrong:
         refuse(reason(wrong))
+    # Files of /proc have size 0: what was read counts as well.
     if max(size, len(read)) > limit:
         refuse(
             f"it has {max(size, len(read)):,} bytes, and at most {limit:,} are read"
@@ -111,16 +117,20 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     If `durable`, the text is on disk on return. A link in its place is replaced, not
     followed.
     """
+    # In the same folder, since a rename cannot cross file systems.
     beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
     beside.unlink(
         missing_ok=True
     )  # left by a killed process with the same number
+    # O_EXCL follows no link that somebody has placed there.
     try:
         descriptor = os.open(
             beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
         )
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            # The content has to be on disk before its name is: a crash must
+            # not leave an empty file.
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -128,6 +138,7 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+    # The rename itself is an entry of the folder, which is flushed separately.
     if durable:
         sync_folder(path.parent)
 
@@ -140,6 +151,8 @@ def unmakable(folder: str | Path) -> str:
     if unwritable(str(folder)):
         return "is a name that no folder can have"
     whole = Path(folder)
+    # The nearest folder that exists decides, because the ones below it are
+    # made.
     path = next(
         each for each in (whole, *whole.parents) if os.path.lexists(each)
     )
@@ -147,6 +160,7 @@ def unmakable(folder: str | Path) -> str:
     if path.is_dir():
         return (
             ""
+            # Creating an entry needs write and search permission.
             if os.access(path, os.W_OK | os.X_OK)
             else f"{below}cannot be written to"
         )
@@ -181,6 +195,7 @@ def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
     def constant(word: str) -> NoReturn:
         raise ValueError(f"{word} is not a number")
 
+    # `dict` would keep the last of equal keys without a word.
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) < len(pairs):
@@ -191,6 +206,7 @@ def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
         table = json.loads(
             text, parse_constant=constant, object_pairs_hook=once
         )
+    # A parser recurses once for each level, so deep nesting ends its stack.
     except RecursionError:
         raise error(f"{where}: {_TOO_DEEP}") from None
     except ValueError as wrong:
@@ -219,6 +235,7 @@ def _limited(
     table: dict[str, Any], where: str, error: Refusal
 ) -> dict[str, Any]:
     """Return the table if nothing in it is too deep or too large."""
+    # Level by level instead of by recursion, which deep input would exhaust.
     level: list[Any] = [table]
     for _ in range(DEPTH):
         inner: list[Any] = []

@@ -54,6 +54,8 @@ class Goodput:
 
     def add(self, record: Record) -> None:
         """Add the next record. An unusable one is skipped and counted in `unusable`."""
+        # Read every number before anything is added: a broken record must
+        # change nothing.
         try:
             _number(record, "time")
             numbers = record["event"] in ("start", "step")
@@ -63,6 +65,7 @@ class Goodput:
                 if record["event"] == "step"
                 else 0
             )
+            # Seconds from the start of the process to its first record.
             spent = _spent(record, count)
             begins = _begins(self._last, record)
             up = (
@@ -73,29 +76,39 @@ class Goodput:
         except ValueError:
             self.unusable += 1
             return
+        # Before the first record, the process's own clock is all there is.
         passed = _between(self._last, record) if self._last else up
+        # What is not starting up was time without a process.
         if begins:
             up = min(passed, max(0.0, up))
             self.spent["starting"] += up
             self.spent["down"] += passed - up
         elif record["event"] == "hang":
+            # Until a hang is found, time passes without work.
             self.spent["down"] += passed
         else:
             for part, seconds in spent.items():
                 self.spent[part] += seconds
+            # Seconds of steps, kept until a record tells which steps they
+            # were.
             self._open += spent.get("steps", 0.0)
+            # Time that no phase claims.
             self.spent["other"] += max(0.0, passed - sum(spent.values()))
         if record["event"] == "start":
             self._lose(at)
         elif count:
             self._kept.append((int(at), count, self._open / count))
             self._open = 0.0
+        # A watcher's records have no start of a process: keep that of the
+        # ranks.
         self._last = {"began": self._last.get("began"), **record}
 
     def _lose(self, at: float) -> None:
         """Mark a restart at this step: later steps will be repeated."""
         lost, kept = self._open, []
         for end, count, each in self._kept:
+            # A record covers steps `end - count + 1` to `end`; those after
+            # `at` are repeated.
             again = int(min(count, max(0.0, end - at)))
             lost += again * each
             if count > again:
@@ -128,6 +141,7 @@ def _spent(record: Record, steps: int) -> dict[str, float]:
     """The seconds of each part since the previous record."""
     table = record.get("spent")
     if not isinstance(table, dict):
+        # Each phase belongs to one part, and unknown ones to "other".
         # From an earlier version, which recorded only the time of steps.
         return {"steps": steps * _number(record, "seconds")} if steps else {}
     spent: dict[str, float] = {}
@@ -141,6 +155,7 @@ def _begins(last: Record, record: Record) -> bool:
     """True if a record is the first of its process."""
     if (
         not last or "began" not in record
+        # A process is identified by its boot and its start on that boot's clock.
     ):  # from a watcher, or an earlier version
         return not last or (record["event"] == "start" and not last["began"])
     return (record.get("boot"), record["began"]) != (
@@ -152,6 +167,7 @@ def _begins(last: Record, record: Record) -> bool:
 def _between(last: Record, record: Record) -> float:
     """The seconds from one record to the next, as far as they are known."""
     same = record.get("boot") and record.get("boot") == last.get("boot")
+    # Clocks of different boots cannot be compared: use the calendar.
     for key in ("clock", "time") if same else ("time",):
         with suppress(ValueError):
             return max(0.0, _number(record, key) - _number(last, key))

@@ -15,6 +15,8 @@ def hash_once(value: Any) -> int:
         known = hash(
             tuple(getattr(value, each.name) for each in fields(value))
         )
+        # Past the frozen class's `__setattr__`, and not a field, so equality
+        # ignores it.
         value.__dict__[_NAME] = known
     return known
 

@@ -14,6 +14,7 @@ def machine_memory() -> float:
 def available_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> float:
+    # MemAvailable counts page caches that the kernel would give back.
     """The bytes that this process may still allocate within all limits."""
     free = re.search(
         r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.M
@@ -28,8 +29,10 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
     For cgroup v1 and v2.
     """
     for line in _text(proc / "self" / "cgroup").splitlines():
+        # "4:cpu,memory:/slurm/job" in v1, "0::/slurm/job" in v2.
         kinds, _, path = line.partition(":")[2].partition(":")
         if not kinds:
+            # Cgroup v2: one hierarchy, whose line names no controllers.
             root, limit, usage, cache = (
                 cgroups,
                 "memory.max",
@@ -42,6 +45,7 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
         else:
             continue
         group = root / path.strip("/")
+        # A limit of any group above applies as well.
         for folder in (group, *group.parents):
             most, used = (
                 _text(folder / limit).strip(),
@@ -54,6 +58,8 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
                         r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M
                     )
                 )
+                # Inactive file pages count as used, but are freed when memory
+                # is needed.
                 yield float(most) - float(used) + float(stat.get(cache, 0))
             if folder == root:
                 break

@@ -60,6 +60,7 @@ def is_hub_name(name: str) -> bool:
 @cache
 def config_folder(name: str) -> str:
     """A folder with a model's config.json: the one named, or one in the hub's cache."""
+    # "gpt2" may be a folder here, which takes precedence over the hub.
     if not is_hub_name(name):
         return name
     found = _config_file(name)
@@ -73,10 +74,12 @@ def model_folder(name: str) -> str:
     """A folder with a model's weights and tokenizer: as named, or in the hub's cache."""
     if not is_hub_name(name):
         return name
+    # From the cache first: a complete snapshot needs no network.
     with suppress(HubError):
         folder = _snapshot(name, "model", _MODEL, local=True)
         if _has_weights(folder):
             return str(_linked(folder))
+    # Not complete: download what is missing.
     folder = _snapshot(name, "model", _MODEL)
     if not _has_weights(folder):
         raise HubError(
@@ -91,6 +94,8 @@ def data_folder(name: str) -> str:
 
     OWNER/NAME, or OWNER/NAME/FOLDER for one of its folders.
     """
+    # "owner/name/folder/below" -> the data set "owner/name" and "folder/below"
+    # in it.
     owner, _, rest = name.partition("/")
     repository, _, below = rest.partition("/")
     named = f"{owner}/{repository}" if repository else owner
@@ -141,6 +146,7 @@ def _config_file(name: str) -> str | HubError:
     """The path of a model's configuration in the cache, or the reason why it is not there. The
     reason is kept too: without a network it takes half a minute to find."""
     hub = _hub()
+    # A string is a path; other results mean unknown or known not to exist.
     known = hub.try_to_load_from_cache(name, CONFIG)
     if isinstance(known, str):
         return known
@@ -162,7 +168,10 @@ def _snapshot(
             allow_patterns=list(patterns),
             local_files_only=local,
         )
+    # `_hub` raises it if the package is missing: the message is complete.
     except HubError:
+        # The package raises errors of its own, of requests and of the file
+        # system.
         raise
     except Exception as error:
         raise _unreachable(name, kind, error) from error
@@ -187,6 +196,7 @@ def _has_weights(folder: Path) -> bool:
     if (folder / WEIGHTS).is_file():
         return True
     try:
+        # A model in parts lists them in an index; all of them must be here.
         table = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         parts = set(table["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -210,6 +220,7 @@ def _linked(snapshot: Path, below: str = "", *, splits: bool = False) -> Path:
     out = snapshot.parent.parent / LINKED / snapshot.name / below
     begun, files = snapshot / below, list(_files(snapshot / below))
     names = {path: path.relative_to(begun).as_posix() for path in files}
+    # Only if the names tell splits: other data is divided by `prepare`.
     if splits and any(_SPLIT.search(name) for name in names.values()):
         names = _by_split(names)
     try:
@@ -217,7 +228,10 @@ def _linked(snapshot: Path, below: str = "", *, splits: bool = False) -> Path:
             link = out / name
             link.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):  # another rank was faster
+                # Hard links to the blobs, so that nothing is copied and no
+                # link is followed.
                 os.link(os.path.realpath(path), link)
+        # The file that tells `datasets` which folders are splits.
         if any(name.startswith(f"{_TRAIN}/") for name in names.values()):
             (out / _SPLITS).write_text(json.dumps({"splits": [_TRAIN, _HELD]}))
     except OSError as error:

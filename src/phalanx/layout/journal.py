@@ -20,6 +20,7 @@ TAIL = (
 class JournalReader:
     """Reads the records of a journal that may still be growing."""
 
+    # `at` is the byte after the last complete record.
     def __init__(self, path: Path) -> None:
         self.path, self.at = path, 0
 
@@ -34,10 +35,13 @@ class JournalReader:
             if os.fstat(file.fileno()).st_size > LIMIT:
                 what = f"it has more than the {LIMIT:,} bytes that are read"
                 raise OSError(errno.EFBIG, what, str(self.path))
+            # Continue after the records that were read before.
             file.seek(self.at)
             while line := file.readline(LINE):
                 if len(line) < LINE and not line.endswith(b"\n"):
                     break  # still being written, or left by a dying process
+                # Too long a line is passed over in pieces, none of which is a
+                # record.
                 self.at += len(line)
                 record = _record(line)
                 if record is not None:
@@ -60,8 +64,11 @@ def last_record(path: Path) -> Record:
     """The last record of a journal, read from its end; empty if there is none."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
+        # The tail usually has many records; a last one that is longer is not
+        # found.
         file.seek(max(0, size - TAIL))
         lines = file.read(TAIL).splitlines()
+    # The first line of the tail may be the second half of a record.
     for line in reversed(lines):
         record = _record(line)
         if record is not None:

@@ -124,6 +124,7 @@ def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
         else 0,
         freeze=_frozen(shape, kinds),
     )
+    # Blocks of the small shape are numbered from 1: piece 0 is the embedding.
     numbers = {kind: number for number, kind in enumerate(kinds, 1)}
     return few, (0, *(numbers[kind] for kind in blocks), few.pieces - 1)
 

@@ -33,6 +33,8 @@ MICROBATCHES = 100_000  # the most in a step
 _AXIS = re.compile(r"(dp|pp|cp|tp|ep)[0-9].*", re.DOTALL)
 # A number in a word. int() would also accept digits of other scripts, and endless ones.
 _N = "[0-9]{1,6}"
+# Of a schedule's word: `zb-h1`, `interleaved4`, or `file.py:name/4`; then
+# `:16`, microbatches.
 _SCHEDULE = re.compile(
     rf"(?:(?P<name>zb-h[12]|[a-z0-9-]*[a-z])(?P<chunks>(?:{_N})?)"
     rf"|(?P<own>{OWN})(?:/(?P<own_chunks>{_N}))?)"
@@ -90,6 +92,8 @@ class Layout:
     __hash__ = hash_once
     __getstate__ = state_without_hash
 
+    # Defaults depend on other fields, so they are filled in after all of them
+    # are known.
     def __post_init__(self) -> None:
         fill = object.__setattr__
         if not self.schedule:
@@ -102,6 +106,8 @@ class Layout:
             fill(self, "gather", _gather(self))
         if not self.reduce:
             fill(self, "reduce", _reduce(self.zero))
+        # In one order, whatever the user wrote, so that equal layouts compare
+        # equal.
         for name, known in ("offload", _OFFLOADS), ("experts", _SHARING):
             chosen = getattr(self, name)
             if unknown := set(chosen) - set(known):
@@ -149,6 +155,8 @@ class Layout:
         dim inside an expert.
         """
         shared = self.experts if "experts" in dims else ()
+        # Ranks that share experts hold them whole; the first dim, experts, is
+        # divided by all of them.
         cut = {"": (), "ep": self.expert_axes} | dict.fromkeys(shared, ())
         axes = (AXIS_OF.get(dim, "") for dim in dims)
         return tuple(cut.get(axis, (axis,)) for axis in axes)
@@ -185,6 +193,8 @@ class Layout:
         One copy of each square tile then serves both matmuls, and the host keeps no
         part of them.
         """
+        # Only square tiles serve the matmul with the weight and with its
+        # transpose alike.
         square = bool(self.matmul) and MATMULS[self.matmul].square
         return square and self.shards > 1 and not self.weights_on_host
 
@@ -219,6 +229,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Parse a layout. An unknown word is refused with the nearest known one."""
+        # Axes in the order of the text, outermost first.
         axes = [
             Axis.parse(word) for word in text.split() if _AXIS.fullmatch(word)
         ]
@@ -232,6 +243,7 @@ class Layout:
             for key, value in (
                 () if _AXIS.fullmatch(word) else _meaning(word).items()
             ):
+                # "zero1 zero2" sets one field twice.
                 if key in fields:
                     raise LayoutError(
                         f"{word!r} in {text!r}: {key} appears twice; write it once."
@@ -253,6 +265,8 @@ class Layout:
         words += ["overlap"] * self.overlap
         words += [f"zero{self.zero}"] * (self.zero > 0)
         words += _schedule_words(self)
+        # Defaults are not written, including those that follow from other
+        # fields.
         words += [f"gather:{self.gather}"] * (self.gather != _gather(self))
         words += [f"reduce:{self.reduce}"] * (
             self.reduce != _reduce(self.zero)
@@ -278,6 +292,8 @@ def _schedule(pp: int) -> str:
 
 def _microbatches(schedule: str, pp: int) -> int:
     kind = traits(schedule)
+    # A whole batch or no pipeline needs one microbatch; other schedules fill
+    # every stage.
     return 1 if kind.whole_batch or not kind.pipelined else pp
 
 
@@ -297,7 +313,9 @@ def _reduce(zero: int) -> str:
 
 def _schedule_words(x: Layout) -> list[str]:
     chunks = ""
+    # V-shaped schedules always have two chunks, so their number is left out.
     if x.chunks > 1 and not traits(x.schedule).v_shape:
+        # `interleaved4`, but `file.py:name/4`: a name may end in a digit.
         chunks = f"{x.chunks}" if x.schedule in SCHEDULES else f"/{x.chunks}"
     plain = x.microbatches == _microbatches(x.schedule, x.pp)
     if plain and not chunks and x.schedule == _schedule(x.pp):
@@ -314,12 +332,14 @@ def _meaning(word: str) -> dict[str, object]:
     """The fields that one word of a layout sets."""
     if word in _FIXED:
         return _FIXED[word]
+    # "prefetch:3" -> the key "prefetch" and the value "3".
     key, _, value = word.partition(":")
     if key == "prefetch" and re.fullmatch(_N, value):
         return {"prefetch": int(value)}
     if key == "recompute" and _RECOMPUTE.fullmatch(value):
         return {"recompute": value}
     lists = {"offload": _OFFLOADS, "experts": _SHARING}
+    # Any combination of the words of a list: "offload:weights,activations".
     if value and set(value.split(",")) <= set(lists.get(key, ())):
         return {key: tuple(value.split(","))}
     if key == "stages" and re.fullmatch(f"{_N}(-{_N})*", value):
@@ -344,11 +364,14 @@ def _meaning(word: str) -> dict[str, object]:
 
 def _hint(word: str) -> str:
     """Our spelling of a word from another library, or else our nearest word."""
+    # "tensor_parallel=8" -> "tensor" and "8".
     other = re.match(r"([a-z]+)(?:[-_=:][a-z_]*)*([0-9]{0,7})", word.lower())
     if other and (ours := choices.elsewhere("layout").get(other[1], "")):
         return f" Write {ours.replace('N', other[2] or '8')}."
+    # A known word in capital letters.
     if ours := next((known for known in _WORDS if known == word.lower()), ""):
         return f" Did you mean {ours!r}?"
+    # "tp_8" or "tp-8" -> "tp8".
     if other and other[1] in AXES and other[2]:
         return f" Did you mean {other[1] + other[2]!r}?"
     return near_word(word, [*_WORDS, *(f"{a}2" for a in AXES)], 0.5)

@@ -33,6 +33,7 @@ def legal(
 ) -> tuple[Violation, ...]:
     """Every rule that this layout breaks for this model. Empty if it can be trained."""
     rules = (_tensor, _pipeline, _context, _batch, _sharding)
+    # A run may have its own batch and sequence; otherwise those of the shape.
     sizes = batch or shape.batch, sequence or shape.sequence
     return tuple(
         violation
@@ -56,7 +57,9 @@ def _divisors(n: int) -> str:
 def _tensor(
     x: Layout, s: Shape, batch: int, sequence: int
 ) -> Iterator[Violation]:
+    # The axes that share experts beside ep, for the text.
     over = "".join(f" x {axis}={x.mesh.of(axis)}" for axis in x.experts)
+    # A rank without an expert would only send its tokens away.
     if x.expert_ranks > max(1, s.experts):
         what = f"ep={x.ep}{over} for a model with {s.experts or 'no'} experts."
         way_out = (
@@ -99,6 +102,7 @@ def _tensor(
         yield Violation(
             "overlap", f"overlap has nothing to hide with {why}.", way_out
         )
+    # An MLP has neither heads nor experts.
     if s.kind == "mlp":
         if s.hidden % x.tp:
             what = f"tp={x.tp} does not divide hidden={s.hidden}."
@@ -108,11 +112,13 @@ def _tensor(
         name = "w*_b" if s.kv_latent else "wq"
         what = f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.{name}.weight."
         yield Violation("heads", what, f"Use tp {_divisors(s.heads)}.")
+    # Either each rank has whole KV heads, or each KV head has whole ranks.
     elif s.kv_heads % x.tp and x.tp % s.kv_heads:
         what = f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight, nor kv tp."
         fits = f"tp {_divisors(s.kv_heads)}, or a multiple of {s.kv_heads} that divides {s.heads}"
         whole = 'keep k and v whole: "layers.*.attn.w[kv].weight : - embed".'
         yield Violation("kv", what, f"Use {fits}; or {whole}")
+    # Ranks of tp hold either whole experts or a part of each.
     if s.experts and "tp" not in x.experts and s.expert_ffn % x.tp:
         what = f"tp={x.tp} does not divide expert_ffn={s.expert_ffn} in layers.*.mlp.routed.up."
         whole = (
@@ -138,6 +144,8 @@ def _pipeline(
         what += f" {x.chunks} chunks needs {stages} stages, the model has {s.layers} blocks."
         way_out = "Name one count for every stage, together as many as the model has blocks."
         yield Violation("stages", what, way_out)
+    # The first stage has the embedding and the last one the head, so they may
+    # have no block.
     elif 0 in x.stages[1:-1]:
         way_out = "Only the first and the last stage, with the embedding and the head, may have 0."
         yield Violation(
@@ -189,6 +197,7 @@ def _context(
         yield Violation(
             "ulysses", f"{what} (heads={s.heads}, tp={x.tp}).", way_out
         )
+    # Each rank holds a part from the start of a sequence and one from its end.
     if sequence < 2 * x.cp:
         what = f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
         what += " each rank holds a part from its start and one from its end."
@@ -197,6 +206,7 @@ def _context(
         )
 
 
+# Fewer sequences than this cannot be divided: ranks would have none.
 def _batch(
     x: Layout, s: Shape, batch: int, sequence: int
 ) -> Iterator[Violation]:
@@ -225,6 +235,7 @@ def _sharding(
         yield Violation(
             "hsdp", what, f"Write dp{x.dp}, or add zero1, zero2 or zero3."
         )
+    # Weights kept whole have nothing to gather again.
     if x.gather == "micro" and x.zero != 3 and "weights" not in x.offload:
         what = f"gather:micro needs weights that are dropped after use; zero{x.zero} keeps them."
         yield Violation("gather", what, "Use zero3, or gather:step.")
@@ -239,6 +250,7 @@ def nearest(
     most: int = 3,
 ) -> tuple[Layout, ...]:
     """Legal layouts with equally many ranks, those with the fewest changes first."""
+    # A dict keeps the first of equal layouts, in order.
     others = dict.fromkeys(_neighbours(layout, shape, batch or shape.batch))
     fits = [
         x
@@ -246,12 +258,14 @@ def nearest(
         if not legal(x, shape, batch=batch, sequence=sequence)
     ]
     return tuple(
+        # Ties by text, so that the answer is always the same.
         sorted(fits, key=lambda x: (_distance(x, layout), str(x)))[:most]
     )
 
 
 def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
     """Other meshes of the same size, each with the same choices if they still apply."""
+    # The user's own order of axes first, then the axes that are missing there.
     order = [a.name for a in x.mesh.axes if a.name != "ep"]  # dp is as close
     order += [name for name in ("dp", "pp", "cp", "tp") if name not in order]
     inner = (
@@ -259,9 +273,12 @@ def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
         if x.mesh.of("dp.replicate") > 1 and x.zero
         else 0
     )
+    # No Ulysses, or as much as the layout had.
     ulysses = {1, x.mesh.of("cp.ulysses")}
     for dp, pp, cp, tp in _factors(x.ranks, 4):
         size = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
+        # Meshes that this model cannot use at all are skipped before layouts
+        # are built.
         if (
             pp > s.layers + 1
             or tp > s.heads * s.hidden
@@ -284,6 +301,7 @@ def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
                 a for a in x.experts if size[a] > 1 and (seq or a != "tp")
             )
             cut = replace(x, mesh=mesh, seq=seq and tp > 1, experts=shared)
+            # A given division of blocks fits only a mesh with as many stages.
             yield from _refit(replace(cut, stages=()), chunks, batch)
             if x.stages and pp == x.pp:
                 yield from _refit(cut, chunks, batch)
@@ -295,12 +313,15 @@ def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
     gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
     for schedule in {own, ONE_F_ONE_B} if x.pp > 1 else {ACCUM}:
         kind = traits(schedule)
+        # No more microbatches than a rank has sequences.
         m = (
             1
             if kind.whole_batch
             else min(x.microbatches, max(1, batch // x.dp))
         )
         of_stage = min(max(chunks, kind.least), kind.most)
+        # Fields may contradict each other on the new mesh: such a neighbour is
+        # left out.
         with suppress(LayoutError):
             yield replace(
                 x,
@@ -322,6 +343,8 @@ def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def _distance(a: Layout, b: Layout) -> float:
     """The distance of two layouts: doublings of each axis, then every other choice."""
+    # Doubling an axis counts 1, another choice 1/2, doubling the microbatches
+    # 1/4.
     axes: float = sum(
         abs(math.log2(a.mesh.of(n) / b.mesh.of(n)))
         for n in (

@@ -13,6 +13,7 @@ def orthogonal_products(
     rows: int, columns: int
 ) -> tuple[tuple[int, int, int], ...]:
     """The (m, k, n) of one step's matmuls: x x', its square, and that times x."""
+    # The short side first: x x' is then the smaller of the two Gram matrices.
     short, long = sorted((rows, columns))
     return (short, long, short), (short, short, short), (short, short, long)
 
@@ -33,9 +34,12 @@ def assign_owners(
     Each goes to the rank with the least work so far; among equals, to the next one from
     `first`.
     """
+    # A heap of (load, rank); equal loads are taken in the order of ranks.
     owners, loads = [0] * len(work), [(0.0, turn) for turn in range(ranks)]
     for n in sorted(range(len(work)), key=lambda n: -work[n]):
         load, turn = loads[0]
+        # The least loaded rank takes the next expensive matrix (longest
+        # processing time first).
         heapq.heapreplace(loads, (load + work[n], turn))
         owners[n] = (turn + first) % ranks
     return owners

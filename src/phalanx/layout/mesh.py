@@ -58,14 +58,18 @@ class Axis:
                 f"{word[:60]!r} is not an axis. Write dp4, dp2x4, pp2, tp8 or cp4:ulysses, with sizes"
                 " of up to seven digits."
             )
+        # "dp2x4" has size and inner; "cp4:2x2" has a part after the colon.
         name, size, inner = match[1], int(match[2]), match[3]
         if (inner and name != "dp") or (match[4] and name != "cp"):
             raise LayoutError(
                 f"{word!r}: only dp splits as dp2x4, and only cp as cp4:2x2."
             )
         if name == "dp":
+            # "dp8" is one replica of 8 shards; ZeRO decides whether they are
+            # sharded.
             return cls("dp", (size, int(inner)) if inner else (1, size))
         if name == "cp":
+            # A ring is the default of cp.
             known = {"ring": (size, 1), "ulysses": (1, size), None: (size, 1)}
             ring, ulysses = known.get(match[4]) or (
                 int(match[5]),
@@ -104,6 +108,7 @@ class Mesh:
                 raise LayoutError(
                     f"axis {name} occurs {names.count(name)} times; write it once."
                 )
+        # An axis of size 1 groups no ranks, so "dp1 tp2" equals "tp2".
         object.__setattr__(
             self, "axes", tuple(a for a in self.axes if a.size > 1)
         )
@@ -142,8 +147,11 @@ class Mesh:
                 f"rank {rank} is outside a mesh of {self.size} ranks ({self})."
             )
         at: dict[str, int] = {}
+        # From the innermost axis, whose coordinate changes fastest with the
+        # rank.
         for axis in reversed(self.axes):
             rank, at[axis.name] = divmod(rank, axis.size)
+            # The coordinate along an axis is made up of those along its parts.
             inner = at[axis.name]
             for name, size in reversed(
                 list(zip(axis.part_names, axis.parts, strict=True))
@@ -158,7 +166,9 @@ class Mesh:
             at = coordinates.pop(axis.name, 0)
             if not 0 <= at < axis.size:
                 raise LayoutError(f"{axis.name}={at} is outside {axis}.")
+            # Horner's rule, the inverse of `coordinates`.
             rank = rank * axis.size + at
+        # Coordinates along axes that the mesh lacks have to be 0.
         if any(coordinates.values()):
             raise LayoutError(
                 f"mesh {str(self)!r} has no axis {', '.join(coordinates)}."
@@ -169,6 +179,7 @@ class Mesh:
         self, axes: Iterable[str], at: Mapping[str, int]
     ) -> tuple[int, int]:
         """The number of parts made by these axes, and the index at a coordinate."""
+        # Mixed radix over the chosen axes, outermost first.
         chosen, parts, index = set(axes), 1, 0
         for axis in self.axes:
             for name in dict.fromkeys((axis.name, *axis.part_names)):
@@ -180,6 +191,7 @@ class Mesh:
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ only along these axes."""
         inside, outside = self._strides(axes)
+        # The same steps lead from the first rank of each group to its others.
         steps = [sum(w) for w in _walks(inside)]
         return tuple(
             tuple(sum(w) + step for step in steps) for w in _walks(outside)
@@ -188,6 +200,8 @@ class Mesh:
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from this one only along these axes, including itself."""
         inside, _ = self._strides(axes)
+        # Subtract this rank's own steps along the axes: the group's first
+        # rank.
         first = rank - sum(
             rank // stride % size * stride for stride, size in inside
         )
@@ -198,6 +212,7 @@ class Mesh:
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """The (stride, size) of the parts along these axes, and of the others."""
         wanted = set(axes)
+        # Refuses a name that is no axis.
         for name in wanted:
             self.of(name)
         inside: list[tuple[int, int]] = []
@@ -205,6 +220,7 @@ class Mesh:
         stride = self.size
         for axis in self.axes:
             for name, size in zip(axis.part_names, axis.parts, strict=True):
+                # The stride of a part is the number of ranks inside it.
                 stride //= size
                 chosen = name in wanted or axis.name in wanted
                 (inside if chosen else outside).append((stride, size))

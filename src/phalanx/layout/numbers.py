@@ -59,6 +59,7 @@ def rate_text(per_second: float) -> str:
     """
     if not per_second:
         return "unknown"
+    # From 10 TB/s on in TB/s: below, links and memories are compared in GB/s.
     power, unit = (1e12, "TB/s") if per_second >= 1e13 else (1e9, "GB/s")
     x = per_second / power
     return f"{x:.0f} {unit}" if x >= 100 else f"{x:.3g} {unit}"
@@ -78,6 +79,7 @@ def flops_text(per_second: float) -> str:
 
 def seconds_text(time: float) -> str:
     """`8.83 s`, `412 ms`, `3.1 us`: three digits; thousands of seconds in full."""
+    # With three digits this would be printed as 1e+03.
     if time >= 999.5:
         return f"{time:,.0f} s"
     for power, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
@@ -93,6 +95,7 @@ def parse_bytes(text: str) -> int:
         raise NumberError(
             f"{text[:60]!r} is not a size; write 4096, 64K, 512M or 1G."
         )
+    # A shift by 10 bits for each prefix: K is 2^10 bytes, M 2^20.
     return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
 
 
@@ -111,6 +114,7 @@ def parse_byte_sizes(text: str, step: int = 4) -> tuple[int, ...]:
     sizes = [low]
     while sizes[-1] * factor <= high:
         sizes.append(sizes[-1] * factor)
+    # The end of the range belongs to it, even if no step leads there.
     return (*sizes, high) if sizes[-1] < high else tuple(sizes)
 
 
@@ -121,6 +125,7 @@ def parse_count(text: str) -> int:
         raise NumberError(
             f"is {text[:60]!r}; write a number such as 4M (4,000,000), 4Mi (4,194,304) or 4194304."
         )
+    # Decimal keeps what was written, where a binary fraction would be rounded.
     number = Decimal(match[1]) * _unit(match[2] or "")
     if number > MOST:
         raise NumberError(f"is {text[:60]}; write {MOST:,} or less.")
@@ -150,6 +155,7 @@ def whole_spellings(text: str) -> str:
     match = re.fullmatch("([1-9][0-9]{0,8})([kKMGT])(i?)", text)
     if not match:
         return ""
+    # "4k" may mean 4,000 or 4,096; "4Ki" only the latter.
     letter = match[2].upper()
     binary = int(match[1]) * _unit(f"{letter}i")
     if match[3]:

@@ -61,14 +61,20 @@ class Outlet:
         """Queue a text. It is dropped if the queue is full."""
         lines = text.count("\n")
         with self.lock:
+            # Unfinished lines, such as progress bars, must leave room for
+            # whole ones.
             room = ROOM if lines else _FEW
+            # An empty queue takes any text, however long.
             if self._queue and self._size + len(text) > room:
                 self._dropped += lines
                 return
+            # The notice stands where lines are missing, before the text that
+            # found room.
             if self._dropped:
                 self._append(_notice(self._dropped), self._dropped)
                 self._dropped = 0
             self._append(text, lines)
+            # One thread writes, and it takes what is queued meanwhile.
             if self._writing:
                 return
             self._writing = True
@@ -80,6 +86,7 @@ class Outlet:
             # its ranks would miss Ctrl-C.
             with signals_held_back():
                 _thread.start_new_thread(self._work, ())
+        # No thread can start: write here, even if that may block.
         except RuntimeError:  # the limit on processes
             self._work()
 
@@ -94,9 +101,12 @@ class Outlet:
                 text, lines = self._queue.popleft()
                 self._size -= len(text)
                 return text, lines
+            # A notice at the end of the queue, unless writing fails anyway.
             if self._dropped and not self.error:
                 lines, self._dropped = self._dropped, 0
                 return _notice(lines), lines
+            # Inside the lock: a text that is put after this starts a new
+            # thread.
             self._writing = False
             return None
 
@@ -115,6 +125,8 @@ class Outlet:
                     reason(error) if isinstance(error, OSError) else str(error)
                 )
                 gone = isinstance(error, BrokenPipeError)
+                # A reader that has gone misses nothing; on a full disk the
+                # lines count as lost.
                 with self.lock:
                     self._dropped += 0 if gone else lines
             self.moved = time.monotonic()
@@ -138,6 +150,8 @@ class Outlet:
                 self._given_up = self.moved
                 break
             time.sleep(0.002)
+        # The text being written has left the queue, but may not have arrived:
+        # it counts as a line.
         with self.lock:
             waiting = sum(lines for _, lines in self._queue)
             return waiting + self._dropped + int(self._writing)
@@ -146,6 +160,7 @@ class Outlet:
     def idle(self) -> bool:
         """True if no thread of this outlet is left."""
         return (
+            # The thread has ended when the kernel no longer lists it.
             not self._writing
             and not Path(f"/proc/self/task/{self._thread or '-'}").exists()
         )
@@ -176,6 +191,8 @@ class UnblockedStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with self.outlet.lock:
+            # Whole lines only, so that lines of threads and ranks are not
+            # mixed.
             whole, newline, rest = (self._begun + text).rpartition("\n")
             self._begun = rest
             if newline:
@@ -224,6 +241,7 @@ def unblocked(stream: TextIO, *beside: TextIO) -> TextIO:
     """
     if isinstance(stream, UnblockedStream):
         return stream
+    # A closed stream cannot be flushed, and needs not be.
     with suppress(OSError, ValueError):
         stream.flush()  # text buffered before
     for other in beside:
@@ -261,11 +279,14 @@ def _writer(stream: TextIO) -> Callable[[str], None]:
             stream.flush()
             return
         left = memoryview(text.encode(encoding, errors))
+        # A write may take only a part of the text.
         while left:
             try:
                 left = left[os.write(descriptor, left) :]
             # Another process has made the terminal non-blocking.
             except BlockingIOError:
+                # Wait until the terminal takes more, as a blocking write
+                # would.
                 waiting = select.poll()
                 waiting.register(descriptor, select.POLLOUT)
                 waiting.poll()
@@ -290,6 +311,8 @@ def output_scope() -> Iterator[None]:
         yield
     finally:
         plain = _SCOPES.pop()
+        # Only the outermost scope restores, and only streams that were
+        # replaced in it.
         if not _SCOPES and (sys.stdout, sys.stderr) != plain:
             try:
                 flush_output()
@@ -304,6 +327,7 @@ def unblock_output() -> None:
 
 
 def _replace(output: TextIO, error: TextIO) -> None:
+    # Log handlers hold the stream that they were created with.
     before = sys.stderr
     sys.stdout, sys.stderr = output, error
     for handler in logging.root.handlers:
@@ -325,6 +349,8 @@ def flush_output(grace: float = GRACE) -> None:
     if isinstance(output, UnblockedStream) and isinstance(
         error, UnblockedStream
     ):
+        # Output first: its losses are reported on standard error, which is
+        # flushed last.
         lost, outlet = output.outlet.flush(grace), output.outlet
         if lost and outlet is not error.outlet:
             why = outlet.error or "nobody read it"
@@ -357,6 +383,8 @@ def put_line(stream: TextIO, line: str) -> None:
 def settle_output() -> None:
     """Write queued output and end the writing thread, so that the process can fork."""
     flush_output()
+    # The thread ends soon after its last text; do not wait for longer than
+    # this.
     end = time.monotonic() + 0.2
     outlets = [
         each.outlet

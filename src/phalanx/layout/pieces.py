@@ -81,7 +81,12 @@ class WeightRow:
         """The part of each dim that a rank of tp holds."""
         at = {"tp": rank}
         every = zip(
-            layout.axes_of(self.dims), self.shape, self.granule, strict=True
+            # For each dim: the axes that shard it, its length, and the part
+            # that stays whole.
+            layout.axes_of(self.dims),
+            self.shape,
+            self.granule,
+            strict=True,
         )
         return tuple(
             Cut.of(length, *layout.mesh.part(axes, at), granule)
@@ -112,8 +117,11 @@ def sum_over_tp(
     """The gradient rule along tp: sum over copies that did different work."""
     if layout.tp == 1:
         return Sum.NONE
+    # Fewer KV heads than ranks: several hold the same one.
     if any(cut.copies > 1 for cut in cuts):
         return Sum.KV
+    # A weight sharded by tp has different rows on each rank; a partial bias a
+    # share on each.
     sharded = any("tp" in axes for axes in layout.axes_of(dims))
     if sharded or PARTIAL in dims:
         return Sum.NONE
@@ -293,6 +301,8 @@ def row_of(
 ) -> PieceRow:
     """The row of a piece with known weights; merging has a unit even without."""
     trains = any(weight.trained for weight in weights)
+    # A piece without weights has no unit, except merging, whose norm is
+    # optional.
     has_unit = bool(weights) or part is BlockPart.MERGING
     return PieceRow(
         piece, part, kind, tuple(weights), frozen=has_unit and not trains
@@ -310,6 +320,8 @@ def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
     # Ranks hold parts of a sequence.
     within = layout.cp > 1 or (layout.seq and layout.tp > 1)
     choices = row.sequence_loss and within
+    # A loss over the batch also needs the choices of other data-parallel
+    # ranks.
     choices = choices or (row.batch_loss and (within or layout.data > 1))
     if not (partial or scaled or choices):
         return row
@@ -320,6 +332,7 @@ def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
 def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
     """The pieces of a layout's program for a model of this shape."""
     rows = shape_rows(shape, layout.experts_apart)
+    # Rows of one kind are sharded alike, so each kind is placed once.
     kinds: dict[int, PieceRow] = {}  # each kind's first row, in the layout
     for row in rows:
         if row.kind not in kinds:
@@ -338,6 +351,8 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     with the last.
     """
     counts = stage_blocks(layout, shape.name, work_of_pieces(shape))
+    # The first program piece of each model piece: experts apart make three of
+    # a block.
     first = dict[int, int]()
     for number, (piece, _) in enumerate(
         parts_of_pieces(shape, layout.experts_apart)
@@ -368,6 +383,7 @@ def _product(weight: WeightRow, shape: Shape) -> Iterator[LinearProduct]:
     if len(weight.shape) != 2 + weight.routed:
         return
     out, into = weight.shape[-2:]
+    # A token passes through `top_k` of the experts.
     times = shape.top_k if weight.routed else 1
     yield LinearProduct(linear_name(weight), into, out, times, weight)
 
@@ -399,6 +415,7 @@ def piece_work(row: PieceRow, shape: Shape) -> int:
         BlockPart.WHOLE,
         BlockPart.ROUTING,
     )
+    # Causal attention: half of all pairs of tokens.
     pairs = shape.sequence * shape.pair_work // 2 if attends else 0
     return shape.sequence * (token + pairs)
 
@@ -406,6 +423,7 @@ def piece_work(row: PieceRow, shape: Shape) -> int:
 @lru_cache(maxsize=256)
 def work_of_pieces(shape: Shape) -> tuple[int, ...]:
     """The forward work of each of the model's pieces; see `piece_work`."""
+    # Blocks of one kind do the same work, which is counted once.
     known: dict[int, int] = {}
     for row in shape.rows:
         if row.kind not in known:
@@ -429,9 +447,12 @@ def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
             part,
             frozen=not any(weight.trained for weight in weights),
         )
+        # The first piece of a kind makes its row; the others differ in their
+        # number alone.
         if key not in kinds:
             row = row_of(piece, part, len(kinds), weights)
             takes, gives = _bundle(shape, piece, part)
+            # Only the piece with the router knows the choices of experts.
             routes = part is BlockPart.ROUTING or (
                 part is BlockPart.WHOLE and shape.sparse(piece)
             )
@@ -443,6 +464,8 @@ def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
                 batch_loss=routes and shape.batch_loss > 0,
             )
         row = replace(kinds[key], piece=piece)
+        # The output reads the embedding's weight, which stays in the unit of
+        # piece 0.
         if shape.tied and piece == shape.pieces - 1:
             tied = tuple(
                 weight
@@ -458,6 +481,7 @@ def _kind(
     shape: Shape, piece: int, part: BlockPart, *, frozen: bool
 ) -> tuple[object, ...]:
     """Everything in which the pieces of one shape's program can differ."""
+    # Embedding and head are kinds of their own.
     if not 0 < piece <= shape.layers:
         return (piece,)
     if part in (BlockPart.EXPERTS, BlockPart.MERGING):  # without attention
@@ -472,6 +496,8 @@ def _bundle(
     if part is BlockPart.EXPERTS:
         # The counts have become routes: the number of tokens from each rank.
         return ("sent", "routes"), ("sent",)
+    # What merging needs later travels past the experts with the residual
+    # stream.
     results = (
         "gates",
         "order",
@@ -481,6 +507,8 @@ def _bundle(
         return ("x",), ("x", "sent", "counts", *results)
     if part is BlockPart.MERGING:
         return ("x", "sent", *results), ("x",)
+    # The first piece takes token indices, and the last one gives the loss: no
+    # bundle.
     return ("x",) if piece else (), ("x",) if piece <= shape.layers else ()
 
 
@@ -517,6 +545,7 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
     frozen = piece in shape.frozen
 
     def complete(weight: WeightRow) -> WeightRow:
+        # LoRA trains its factors and nothing else.
         trained = weight.adapts if shape.lora_r else not frozen
         granule = granules(weight.dims, weight.shape, counts)
         matrices = _matrices(weight.dims, weight.shape)
@@ -541,13 +570,16 @@ def granules(
     """The indivisible length in each dim; `counts` are the numbers of units."""
     every = zip(dims, lengths, strict=True)
     return tuple(
-        max(1, length // counts.get(dim, length)) for dim, length in every
+        # A dim that is not counted is one unit, so its granule is 1.
+        max(1, length // counts.get(dim, length))
+        for dim, length in every
     )
 
 
 def _matrices(
     dims: Sequence[str], lengths: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
+    # Lookup tables, routers and vectors are no matrices.
     """The matrices of a weight: one between two features, or one for each expert."""
     if (
         len(dims) < 2
@@ -601,6 +633,8 @@ def _norm(
 
 
 def _block(shape: Shape, piece: int) -> Iterator[WeightRow]:
+    # "pre": before attention and MLP; "post": after them; "both": on both
+    # sides.
     norms = ["attn_norm", "mlp_norm"] if shape.norms != "post" else []
     norms += (
         ["attn_post_norm", "mlp_post_norm"] if shape.norms != "pre" else []
@@ -629,6 +663,7 @@ def _output(shape: Shape) -> Iterator[WeightRow]:
     """The end of any attention, and the learned score that each head adds."""
     if shape.sinks:
         yield _weight("attn.sinks", "heads", shape.heads)
+    # The values of all heads, which the output projection takes.
     wide = shape.heads * shape.valued
     yield from _linear(
         "attn.wo", wide, shape.hidden, "embed heads", bias=shape.bias == "all"
@@ -637,6 +672,7 @@ def _output(shape: Shape) -> Iterator[WeightRow]:
 
 def _attention(shape: Shape) -> Iterator[WeightRow]:
     hidden, head = shape.hidden, shape.head_dim
+    # Features of all query heads, and of all KV heads.
     wide, narrow = shape.heads * head, shape.kv_heads * head
     bias = shape.bias != "none"
     yield from _linear("attn.wq", hidden, wide, "heads embed", bias=bias)
@@ -658,6 +694,7 @@ def _latent_attention(shape: Shape) -> Iterator[WeightRow]:
         shape.kv_latent,
         shape.heads * shape.head_dim,
     )
+    # Down to the latent and up again, with a norm in between.
     if shape.q_latent:
         yield _weight(
             "attn.wq_a.weight", "latent embed", shape.q_latent, hidden
@@ -666,10 +703,12 @@ def _latent_attention(shape: Shape) -> Iterator[WeightRow]:
         yield _weight("attn.wq_b.weight", "heads latent", wide, shape.q_latent)
     else:
         yield _weight("attn.wq.weight", "heads embed", wide, hidden)
+    # The latent, and the rotated part of the key, which all heads share.
     yield _weight(
         "attn.wkv_a.weight", "latent embed", latent + shape.turned, hidden
     )
     yield _weight("attn.kv_a_norm.weight", "latent", latent)
+    # Unrotated features of the keys, and the values, of all heads.
     both = shape.heads * (shape.head_dim - shape.turned + shape.valued)
     yield _weight("attn.wkv_b.weight", "heads latent", both, latent)
     yield from _output(shape)
@@ -698,6 +737,8 @@ def _experts(shape: Shape) -> Iterator[WeightRow]:
     if shape.bias == "all":
         yield _weight("mlp.routed.gate_bias", "experts ffn", count, width)
         yield _weight("mlp.routed.up_bias", "experts ffn", count, width)
+        # A bias after the down projection is added once, so ranks of tp each
+        # hold a share.
         yield _weight("mlp.routed.down_bias", "experts partial", count, hidden)
     if shape.shared_experts:
         yield from _mlp(shape, "mlp.shared", shape.shared_experts * width)
@@ -714,6 +755,7 @@ def block_linears(shape: Shape) -> dict[str, WeightRow]:
     if shape.kind == "mlp":
         return {}
     names = (*_ADAPTED, *(() if shape.experts else _ADAPTED_MLP))
+    # Vectors carry no adapters.
     weights = (weight for weight in _block(shape, 1) if len(weight.dims) == 2)
     named = {linear_name(weight): weight for weight in weights}
     return {name: weight for name, weight in named.items() if name in names}
@@ -724,6 +766,7 @@ def _adapter(shape: Shape, weight: WeightRow) -> Iterator[WeightRow]:
     if len(weight.dims) != 2 or linear_name(weight) not in shape.adapters:
         return
     path = weight.name.removesuffix(".weight")
+    # Factors a: (r, into), and b: (out, r).
     (out_dim, into_dim), (out, into) = weight.dims, weight.shape
     # Beside a sharded weight, the whole factor did different work on each rank of tp.
     rank_dim = LORA if {out_dim, into_dim} & AXIS_OF.keys() else "-"

@@ -31,6 +31,7 @@ _OF_THE_RUN = (
 def small_shape(shape: Shape) -> Shape:
     """The sizes of a model with a few narrow layers of every kind."""
     layers = _layers(shape)
+    # Heads in the same proportion, with up to four queries for each KV head.
     per_group = min(4, max(1, shape.heads // shape.kv_heads))
     kv_heads = 1 if shape.kv_heads == 1 else 2
     heads = kv_heads * per_group if shape.heads > 1 else 1
@@ -46,6 +47,8 @@ def small_shape(shape: Shape) -> Shape:
         "vocab": WORDS,
         "sequence": TOKENS,
         "windows": tuple(
+            # A window shrinks with the sequence, but keeps more than the token
+            # itself.
             max(2, ceil(width * TOKENS / shape.sequence)) if width else 0
             for width in shape.windows[:layers]
         ),
@@ -58,6 +61,7 @@ def small_shape(shape: Shape) -> Shape:
         "source": "",
     }
     if shape.kv_latent:
+        # Latent attention has as many keys as queries.
         sizes |= {"kv_heads": heads, "kv_latent": 12, "rope_dim": _HEAD // 2}
         sizes |= {"q_latent": 10 if shape.q_latent else 0}
         sizes |= {"value_dim": _HEAD - 2 if shape.value_dim else 0}
@@ -104,6 +108,7 @@ def small_layout(layout: Layout) -> Layout:
     for axis in layout.mesh.axes:
         parts = tuple(min(part, 2) for part in axis.parts)
         axes.append(Axis(axis.name, parts))
+    # At most two microbatches for each stage.
     few = 2 * min(layout.pp, 2)
     count = min(layout.microbatches, few)
     return replace(
@@ -129,6 +134,7 @@ def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
     )
     small, few = small or small_shape(shape), small_layout(layout)
     o, steps = run.optimizer, run.steps
+    # The learning-rate schedule in proportion to the steps that are left.
     warmup = ceil(o.warmup_steps * STEPS / steps)
     if o.warmup_steps > 1:
         warmup = max(
@@ -147,6 +153,7 @@ def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
         run,
         model=_own_model(run.own) or table | {"batch": batch},
         layout=str(few),
+        # The layout's text has the precision already.
         precision="",
         weights="",
         data="python",
@@ -161,6 +168,7 @@ def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
         lora=replace(run.lora, r=small.lora_r),
         optimizer=replace(o, warmup_steps=warmup, decay_steps=decay),
         checkpoint=Checkpoints(every=0, at_end=False),
+        # Restarts and copies in memory do not change the numbers.
         train=Training(),
         metrics=Metrics(every=1),
         validation=Validation(batches=2),

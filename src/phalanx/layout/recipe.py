@@ -34,6 +34,7 @@ def recipe(
 ) -> Layout:
     """A legal layout for `ranks` ranks. `memory` is a device's bytes, or 0 if unknown."""
     batch, sequence = batch or shape.batch, sequence or shape.sequence
+    # A rank of cp for every 16k tokens.
     cp = _divisor(ranks, -(-sequence // LONG))
     vast = shape.total > LARGE or ranks > VERY_MANY
     tp = _divisor(ranks // cp, NODE) if vast else 1
@@ -42,6 +43,7 @@ def recipe(
     pp = _divisor(ranks // cp // tp, min(shape.layers, stages)) if vast else 1
     dp = ranks // (tp * pp * cp)
     sharded = shape.total > SMALL or ranks > FEW
+    # HSDP above 256 devices; below, all ranks of dp shard.
     parts = (
         _shards(dp, shape.total / (tp * pp), memory)
         if sharded and ranks > MANY
@@ -49,6 +51,7 @@ def recipe(
     )
     sizes = [("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp)]
     words = [f"{axis}{size}" for axis, size in sizes if size > 1]
+    # dp16 -> dp2x8: replicas of shards.
     if 1 < parts < dp:
         words[0] = f"dp{dp // parts}x{parts}"
     words += ["seq"] * (tp > 1)
@@ -58,6 +61,7 @@ def recipe(
         zero = 3
     words += [f"zero{zero}", "recompute:all"] * sharded
     words += [precision] * (precision != FP32)
+    # Sequences of a step on each rank.
     rows = batch // max(1, dp)
     # The largest batch per device that fits in half the memory.
     fits = (
@@ -65,6 +69,8 @@ def recipe(
         if memory
         else rows
     )
+    # As many microbatches as memory asks for, and four for each stage to fill
+    # a pipeline.
     count = max(-(-rows // max(1, int(fits))), 4 * pp if pp > 1 else 1)
     count = max(1, min(count, rows))
     layout = Layout.parse(
@@ -72,6 +78,7 @@ def recipe(
     )
     if not legal(layout, shape, batch=batch, sequence=sequence):
         return layout
+    # Sizes may not divide: take the nearest legal layout.
     near = nearest(layout, shape, batch=batch, sequence=sequence, most=1)
     if not near:
         raise LayoutError(
@@ -88,6 +95,7 @@ def module_recipe(
     with the lowest ZeRO stage whose weights, gradients and optimizer fit in half of `memory`,
     a rank's bytes.
     """
+    # A module of unknown structure: no axis but dp can split it.
     words = [f"dp{ranks}"] * (ranks > 1) + [precision] * (precision != FP32)
     plain = Layout.parse(" ".join(words))
     state = engine_state(precision)
@@ -102,6 +110,7 @@ def module_recipe(
 def _divisor(ranks: int, wanted: int) -> int:
     """The first power of two from `wanted` that divides `ranks`, else the largest."""
     divisor = 1
+    # Powers of two, because devices and model widths come in them.
     while divisor < wanted and ranks % (2 * divisor) == 0:
         divisor *= 2
     return divisor
@@ -110,6 +119,7 @@ def _divisor(ranks: int, wanted: int) -> int:
 def _shards(dp: int, parameters: float, memory: float) -> int:
     """The shards of a replica: a node's ranks, or until one fits half the memory."""
     parts = _divisor(dp, NODE)
+    # Double the shards until the state of a replica's share fits.
     while (
         memory
         and parameters * STATE.total / parts > memory / 2

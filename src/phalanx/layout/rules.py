@@ -60,6 +60,7 @@ class Cut:
 
     def at(self, size: int, index: int) -> slice:
         """The slice of part `index` in a dim of `size` that is sharded in the same way."""
+        # The start is clipped as well: a part beyond the end is empty.
         start = min(index // self.copies * self.length, size)
         return slice(start, min(start + self.length, size))
 
@@ -70,10 +71,14 @@ class Cut:
         If there are fewer units than parts, neighbouring parts hold the same unit. A
         size that does not divide is padded at its end.
         """
+        # Units, such as heads, are never divided; the last one may be shorter.
         units = -(-size // unit)
+        # More parts than units: `parts // units` neighbours hold a copy of one
+        # unit.
         if units < parts and parts % units == 0 and unit > 1:
             first = index * units // parts
             return cls(first * unit, (first + 1) * unit, unit, parts // units)
+        # Whole units for each part, rounded up; the last parts may be empty.
         each = -(-units // parts) * unit
         return cls(
             min(index * each, size), min((index + 1) * each, size), each
@@ -90,6 +95,7 @@ class Rules:
     def parse(cls, text: str) -> "Rules":
         lines = []
         for number, line in enumerate(text.splitlines(), 1):
+            # A comment in the table.
             line = line.split("#")[0].strip()
             if not line:
                 continue
@@ -141,6 +147,8 @@ class Rules:
     def _written(self, name: str, rank: int | None) -> tuple[str, ...]:
         for pattern, dims in self.lines:
             if _fits(name, pattern):
+                # A rule for another number of dims would be applied to the
+                # wrong ones.
                 if rank is not None and rank != len(dims):
                     rule = f"its rule {pattern!r} names {len(dims)}: {' '.join(dims)}"
                     raise LayoutError(f"{name} has {rank} dims, {rule}.")
@@ -157,6 +165,7 @@ def _parts(name: str, dim: str, size: int) -> list[slice]:
     lengths = (
         [int(n) for n in match[2].split(",")] if match and match[2] else [1]
     )
+    # "features/3" -> three equal runs; "features/64,16,16" -> these lengths.
     if len(lengths) == 1:
         lengths = [size // lengths[0]] * lengths[0] if lengths[0] else []
     if sum(lengths) != size:

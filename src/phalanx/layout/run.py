@@ -419,19 +419,24 @@ class Run:
 
         If they name no model, `adopt` may replace the default one.
         """
+        # What users of other libraries write, and our key for it.
         pointers = {
             other: f"Write {ours}" for other, ours in elsewhere("run").items()
         }
         reader = Reader(cls, text, name, overrides, pointers, {"model": CLASS})
         run: Run = reader.table(cls, reader.given)
+        # "configs/small.toml" -> runs/small.
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
         if adopt is not None and "model" not in reader.given:
             run = adopt(run)
+        # The place of each mistake is the line or argument that set the key.
         misfits = [
             m._replace(place=reader.place(m.place) or name)
             for m in mistakes_of(run)
         ]
         if mistakes := [*reader.mistakes, *misfits]:
+            # A key of [model] may be reported by the reader and again by the
+            # shape: once is enough.
             raise RunError(name, list(dict.fromkeys(mistakes)))
         return run
 
@@ -455,6 +460,7 @@ class Run:
         """The paths of the data with their integer weights; 0 if none are given."""
         items = self.data
         if isinstance(items, str):
+            # A path may contain commas: as a whole it takes precedence.
             whole = items == PYTHON or Path(items).exists()
             items = (
                 (items,)
@@ -462,6 +468,7 @@ class Run:
                 else tuple(x.strip() for x in items.split(",") if x.strip())
             )
         pairs = [_weighted(item) for item in items]
+        # Fractions times their common denominator are exact integers.
         unit = math.lcm(*(weight.denominator for _, weight in pairs))
         return tuple((path, int(weight * unit)) for path, weight in pairs)
 
@@ -477,6 +484,7 @@ class Run:
     @property
     def hub(self) -> str:
         """The folder of the Hugging Face model that the run starts from, or ""."""
+        # "hf:FOLDER" -> FOLDER.
         named = isinstance(self.model, str) and self.model.startswith(HUB)
         return str(self.model).removeprefix(HUB) if named else ""
 
@@ -531,6 +539,7 @@ class Run:
         """
         if self.layout.strip() == "auto":
             return None
+        # The keys that the layout itself names, to find contradictions.
         written = Layout.written(self.layout)
         if (
             self.precision
@@ -546,6 +555,8 @@ class Run:
         layout = replace(layout, precision=self.precision or layout.precision)
         batch = self.batch or (shape.batch if shape else 0)
         divided = self.divided(layout, batch) if batch else layout
+        # Microbatches written in the layout must agree with those that follow
+        # from the run.
         count = written.get("microbatches", divided.microbatches)
         if batch and self.microbatch and count != divided.microbatches:
             cut = f"microbatch = {self.microbatch} cuts batch = {batch} over dp{layout.dp}"
@@ -568,6 +579,7 @@ class Run:
 
     def for_ranks(self, ranks: int, *, fewer: bool = False) -> Run:
         """The run in its first layout for these ranks; unchanged if none."""
+        # The layout itself first, then the fallbacks in the user's order.
         for run in (self, *self.fallbacks):
             layout = run.layout_of()
             if (
@@ -586,6 +598,8 @@ class Run:
         count, rest = divmod(batch, dp * self.microbatch)
         if rest or not count:
             what = f"microbatch = {self.microbatch} on each of dp{dp}"
+            # Sequences that would divide the batch: the three nearest to the
+            # one asked for.
             fits = [
                 n
                 for n in range(1, min(batch // dp, 4096) + 1)
@@ -621,12 +635,14 @@ _WEIGHT = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:e-?[0-9]{1,2})?)")
 
 def _weighted(item: str) -> tuple[str, Fraction]:
     """A path and its weight; 0 if it has none."""
+    # A file named "a:0.5" takes precedence over a weight.
     match = None if Path(item).exists() else _WEIGHT.fullmatch(item)
     return (match[1], Fraction(match[2])) if match else (item, Fraction(0))
 
 
 Adopt = Callable[[Run], Run]
 ALL_LINEAR = "all-linear"  # as peft writes it
+# "q_proj" -> "wq": the names that peft uses for Llama's linears.
 _PEFT = {f"{name}_proj": f"w{name}" for name in "qkvo"}
 _PEFT |= {f"{name}_proj": name for name in ("gate", "up", "down")}
 
@@ -638,6 +654,7 @@ def run_file(name: str) -> Run | None:
     keys = parse_toml(
         read_text(name, "run file", LayoutError), name, LayoutError
     ).keys()
+    # A shape or a machine is a TOML file too: only these keys make it a run.
     return Run.load(name) if keys & {"model", "layout"} else None
 
 

@@ -42,6 +42,7 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
         yield Mistake(
             "weights", what, "Leave it out, or write a shape's name, as 8b"
         )
+    # Built-in decoders alone have these: a user's class has its own way.
     for place, value in (
         (("lora.r", run.lora.r), ("freeze", run.freeze)) if run.own else ()
     ):
@@ -71,9 +72,11 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
             yield from reader.mistakes
         shape = None if run.own else run.shape
     except ShapeError as error:
+        # Keys that the run sets on a shape are reported under the run's names.
         for wrong in error.mistakes:
             if wrong.place in _TRAINED:
                 yield wrong._replace(place=_TRAINED[wrong.place])
+            # Mistakes inside [model] were yielded by the reader above.
             elif not isinstance(run.model, dict):
                 what = f"model = {run.model!r}: {wrong.place}: {wrong.what}"
                 yield Mistake("model", what, wrong.way_out)
@@ -148,6 +151,7 @@ def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
 
 
 def _plan(run: Run) -> Iterator[Mistake]:
+    # The number of steps follows from the data, which is not read yet.
     if not run.epochs:  # else the data says how many steps there are
         yield from _schedule(run)
     yield from _optimizer(run)
@@ -165,6 +169,7 @@ def _schedule(run: Run) -> Iterator[Mistake]:
                 f"optimizer.{name}", what, f"Write {run.steps} or less"
             )
     both = o.warmup_steps + o.decay_steps
+    # The decay follows the warmup, so both have to fit.
     if o.schedule == "wsd" and o.warmup_steps <= run.steps < both:
         what = f"optimizer.warmup_steps + optimizer.decay_steps = {both} of steps = {run.steps}"
         way_out = f"Write decay_steps = {run.steps - o.warmup_steps} or less"
@@ -196,6 +201,7 @@ def _optimizer(run: Run) -> Iterator[Mistake]:
             what,
             'Write optimizer.betas, or name = "sgd"',
         )
+    # Keys of Muon that differ from their defaults, under another optimizer.
     for name in ("nesterov", "adjust_lr", "matrix_lr"):
         if o.name != MUON and getattr(o, name) != getattr(type(o), name):
             what = f"optimizer.{name} has no effect on {o.name}"
@@ -216,6 +222,7 @@ def _files(run: Run) -> Iterator[Mistake]:
                 what,
                 'Write data = "python" for the built-in text, or a path',
             )
+    # Weights are given for all sources or for none.
     if len({weight > 0 for _, weight in run.sources}) != 1:
         beside = "a source without a weight beside one with"
         what = f"data names {beside if run.sources else 'nothing'}"
@@ -226,6 +233,7 @@ def _files(run: Run) -> Iterator[Mistake]:
         )
     for name in ("tensorboard", "wandb", "trackio"):
         if (
+            # Looked up without importing: a package may take seconds to load.
             getattr(run.metrics, name)
             and importlib.util.find_spec(name) is None
         ):
@@ -250,6 +258,7 @@ def _files(run: Run) -> Iterator[Mistake]:
             )
     if run.checkpoint.remote:
         yield from _remote(run.checkpoint.remote)
+    # Code of the user is checked without being run.
     file = split_name(run.own)[0]
     if file and not Path(file).is_file():
         what = f"model = {run.own!r}: there is no file {file}"
@@ -291,6 +300,7 @@ def _remote(url: str) -> Iterator[Mistake]:
         yield Mistake(place, what, "pip install 'phalanx[remote]'")
     else:
         try:
+            # An unknown scheme, or a known one whose package is missing.
             importlib.import_module("fsspec").get_filesystem_class(scheme)
         except (ImportError, ValueError) as error:
             yield Mistake(
@@ -307,6 +317,7 @@ def misfits(
         return
     batch, sequence = shape.batch, run.tokens(shape)
     broken = legal(layout, shape, batch=batch, sequence=sequence)
+    # Suggestions after the last violation only: they are the same for all.
     near = (
         nearest(layout, shape, batch=batch, sequence=sequence)
         if broken

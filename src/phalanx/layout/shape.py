@@ -24,6 +24,7 @@ _FOLDER = Path(__file__).parent / "shapes"
 
 # Names of published weights whose sizes come with phalanx.
 _LLAMA = re.compile(
+    # "meta-llama/Llama-3.1-8B-Instruct" -> "8b".
     r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?"
 )
 _BLOCKS = re.compile(
@@ -201,6 +202,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         mistakes = out_of_bounds(self)
+        # Values that follow from others, in place of 0.
         fill = object.__setattr__
         if not self.kv_heads:
             fill(self, "kv_heads", self.heads)
@@ -214,6 +216,7 @@ class Shape:
             )
         if self.experts and not self.expert_ffn:
             fill(self, "expert_ffn", self.ffn)
+        # Conflicts only among values that are valid alone.
         if mistakes := mistakes or list(self._conflicts()):
             raise ShapeError(f"shape {self.name!r}", mistakes)
 
@@ -254,6 +257,7 @@ class Shape:
         if not self.experts:
             return
         groups, chosen = self.expert_groups, self.top_groups
+        # Experts in each group.
         each = self.experts // groups
         if groups > 1 and (self.experts % groups or each < 2):
             what = f"experts = {self.experts} do not form {groups} equal groups of two or more"
@@ -262,6 +266,7 @@ class Shape:
                 what,
                 "Write a divisor of experts that leaves at least two",
             )
+        # The chosen groups must have enough experts for a token.
         elif chosen > groups or (groups > 1 and self.top_k > each * chosen):
             what = f"top_groups = {chosen} of {groups} have {each * chosen} experts"
             yield Mistake(
@@ -290,6 +295,7 @@ class Shape:
                 what = "q_latent, rope_dim or value_dim without kv_latent"
                 yield Mistake("kv_latent", what, "Write it, or none of them")
             return
+        # Each head expands its own key from the latent.
         if self.kv_heads != self.heads or self.bias != "none" or self.qk_norm:
             what = "latent attention has a key for each head, and no biases or norms of q and k"
             yield Mistake(
@@ -327,6 +333,7 @@ class Shape:
                 what,
                 f"Blocks are layers.0 to layers.{self.layers - 1}",
             )
+        # The linears that this shape's blocks have.
         linears = block_linears(self)
         for name in self.lora_targets:
             if name not in linears:
@@ -350,17 +357,20 @@ class Shape:
     def frozen(self) -> tuple[int, ...]:
         """The pieces without trained weights."""
         if self.lora_r:
+            # LoRA: blocks have trained factors, embedding and head have none.
             return (0, self.pieces - 1)
         named = [
             match for name in self.freeze if (match := _BLOCKS.fullmatch(name))
         ]
         runs = [
+            # "layers.3" -> 3 to 3, "layers.0-3" -> 0 to 3, "layers" -> all.
             (int(m[1] or 0), int(m[2] or m[1] or self.layers - 1))
             for m in named
         ]
         blocks = [
             n for n in range(self.layers) if any(a <= n <= b for a, b in runs)
         ]
+        # As numbers of blocks: one before the first, one after the last.
         ends = {"embed": -1, "head": self.layers}
         return tuple(
             sorted(
@@ -392,6 +402,7 @@ class Shape:
         return self.experts > 0 and self.dense_layers < piece <= self.layers
 
     def window(self, piece: int) -> int:
+        # Windows repeat over the blocks, of which the first is piece 1.
         """The number of tokens that a block attends to; 0: all."""
         return (
             self.windows[(piece - 1) % len(self.windows)]
@@ -442,11 +453,13 @@ class Shape:
     def load(cls, name: str) -> Shape:
         """The shape of a built-in name, of a TOML file, or of a model in hf:FOLDER."""
         if name.startswith(HUB):
+            # Imported here: families needs this module.
             from .families import hub_shape
 
             return hub_shape(name.removeprefix(HUB))
         if name.endswith(".toml"):
             return load(cls, name, "shape", ShapeError, name=Path(name).stem)
+        # A published name first: "llama-3-8b" and "8b" have one file.
         known = _published(name) or _plain(name)
         known = _SHORT.get(known, known)
         if known not in cls.names():

@@ -35,6 +35,7 @@ def sends_less(layout: Layout) -> tuple[Layout, ...]:
         return ()
     mine = sends(layout)
     found: dict[Sends, Layout] = {}
+    # Stage 0 is left out: it does not shard the optimizer.
     for zero in range(layout.zero - 1, 0, -1):
         other = replace(layout, zero=zero, gather="", reduce="")
         its = sends(other)

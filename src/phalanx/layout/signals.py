@@ -24,6 +24,8 @@ def signals_held_back() -> Iterator[None]:
 
     A thread or process started in it also starts with signals blocked.
     """
+    # Blocked, not ignored: a signal that arrives meanwhile is delivered
+    # afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
         yield

@@ -61,7 +61,9 @@ def arguments_of(text: str, error: Refusal) -> dict[str, Any]:
         " lists: FILE.py:NAME(n_layer=6)."
     )
     try:
+        # Parsed as a call of `_`, whose arguments are then read as literals.
         call = ast.parse(f"_({written})", mode="eval").body
+        # A positional argument has no name to check.
         if not isinstance(call, ast.Call) or call.args:
             raise wrong
         return {str(each.arg): _literal(each) for each in call.keywords}
@@ -95,6 +97,7 @@ def with_arguments(text: str, arguments: Mapping[str, Any]) -> str:
         return text
     written = [f"{name}={value!r}" for name, value in arguments.items()]
     named = [arguments_text(text)] if arguments_text(text) else []
+    # Arguments written in the text come before those of the table.
     file, name = split_name(text)
     return (
         f"{file}:{name}({', '.join([*named, *written])})" if written else text
@@ -117,14 +120,17 @@ def load_module(
     _refuse_unreadable(path, name, error)
     # A name of its own, as dataclasses and torch's compiler look modules up by name.
     known = f"{Path(path).stem}_{next(_loads)}"
+    # Its own file by path, not a module of the same name elsewhere.
     spec = importlib.util.spec_from_file_location(known, path)
     if spec is None or spec.loader is None:
         raise error(f"{path} is not a Python file. Write FILE.py:{name}.")
+    # In `sys.modules` before it runs: dataclasses look their module up there.
     sys.modules[known] = module = importlib.util.module_from_spec(spec)
     with running(path, error):
         spec.loader.exec_module(module)
     for name in names:
         if not callable(getattr(module, name, None)):
+            # Names that the file defines itself, for the message.
             own = [
                 n
                 for n, x in vars(module).items()
@@ -150,6 +156,7 @@ def refuse_broken(text: str, error: Refusal) -> None:
 def _refuse_unreadable(path: str | Path, name: str, error: Refusal) -> None:
     try:
         with open_regular(Path(path)) as file:
+            # One byte more than allowed shows that it is too long.
             large = len(file.read(LIMIT + 1)) > LIMIT
     except FileNotFoundError:
         raise error(
@@ -173,9 +180,12 @@ def imported_sources(path: str | Path) -> dict[str, Path]:
     code computes is not seen.
     """
     first = Path(path).resolve()
+    # The order of a search: the file's folder, by path and resolved, then
+    # Python's own.
     roots = [Path(path).absolute().parent, first.parent, *map(Path, sys.path)]
     found: dict[str, Path] = {}
     waiting = deque([("", first)])
+    # Breadth first, so that the limit leaves out the most distant modules.
     while waiting and len(found) < MODULES:
         name, file = waiting.popleft()
         for imported in sorted(_imports_of(name, file)):
@@ -200,14 +210,17 @@ def _imports_of(name: str, file: Path) -> set[str]:
         return set()  # an extension, or a file that was never run
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     names = set()
+    # Everywhere in the tree, including functions and branches.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            # "from ..a import b" in package p.q.r: two dots lead to p.q.
             above = package.split(".") if node.level and package else []
             above = above[: len(above) - node.level + 1]
             base = ".".join([*above, *filter(None, [node.module])])
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    # "a.b.c" also runs a and a.b.
     parts = [each.split(".") for each in names if each]
     return {
         ".".join(each[:n]) for each in parts for n in range(1, len(each) + 1)
@@ -216,6 +229,7 @@ def _imports_of(name: str, file: Path) -> set[str]:
 
 def _source_of(name: str, roots: Sequence[Path]) -> Path | None:
     """The file of a module: where it was loaded from, or where it would be found."""
+    # Loaded already: that is the file that runs.
     if (module := sys.modules.get(name)) is not None:
         file = getattr(module, "__file__", None)
         if not file:  # built into Python, or a folder without code
@@ -225,6 +239,7 @@ def _source_of(name: str, roots: Sequence[Path]) -> Path | None:
     below = name.split(".")
     for root in roots:
         for file in (
+            # A package takes precedence over a module of its name.
             root.joinpath(*below, "__init__.py"),
             root.joinpath(*below).with_suffix(".py"),
         ):
@@ -234,9 +249,12 @@ def _source_of(name: str, roots: Sequence[Path]) -> Path | None:
 
 
 def _is_own(file: Path, folder: Path) -> bool:
+    # The folder may itself be site-packages, whose code is not the user's own.
     below = file.is_relative_to(folder)
     if below and folder.name in _INSTALLED:
         return False
+    # Below the folder only the parts inside count: a home may lie in such a
+    # path.
     if _INSTALLED.intersection(
         file.relative_to(folder).parts if below else file.parts
     ):
@@ -319,10 +337,12 @@ def _last_foreign_line(wrong: BaseException) -> str:
     "" if there is none, or if that line called code of ours that raised.
     """
     last = ""
+    # From the outermost frame to the one that raised.
     at = wrong.__traceback__
     while at is not None:
         file = at.tb_frame.f_code.co_filename
         if _is_ours(file):
+            # Our code was called last: the error may be ours.
             last = ""
         elif _is_foreign(file):
             last = f"{file}, line {at.tb_lineno}"
@@ -345,6 +365,7 @@ def _is_foreign(file: str) -> bool:
 
 def _place(wrong: BaseException, path: str) -> str:
     """The last line of a user's file that ran, or the position of a syntax error."""
+    # A syntax error has its place itself; the file has no frame.
     if isinstance(wrong, SyntaxError) and wrong.filename and wrong.lineno:
         return f"{wrong.filename}, line {wrong.lineno}"
     at, line, own = wrong.__traceback__, 0, os.path.abspath(path)

@@ -43,8 +43,10 @@ def balance(
         raise LayoutError(
             f"{n} blocks cannot fill {parts} stages with one each; use {n} or fewer."
         )
+    # Prefix sums: the cost of a run is a difference of two of them.
     total = [0, *accumulate(costs)]
     low, high = 0, total[-1] + first + last
+    # Binary search for the least bound that some division keeps.
     while low < high:
         middle = (low + high) // 2
         if _starts(total, parts, middle, first, last):
@@ -54,10 +56,13 @@ def balance(
     starts = _starts(total, parts, high, first, last)
     lengths, i = [], 0
     for k in range(parts - 1):
+        # The embedding is extra work of the first run.
         left = high - (first if k == 0 else 0)
         longest = min(
             bisect_right(total, total[i] + left) - 1, n - (parts - k - 1)
         )
+        # An equal share of what is left, rounded up, moved into the range that
+        # keeps the bound.
         j = min(max(i - (i - n) // (parts - k), starts[k + 1]), longest)
         lengths.append(j - i)
         i = j
@@ -72,10 +77,12 @@ def _starts(
     Empty if the bound is too small.
     """
     starts, end = [0] * parts, len(total) - 1
+    # From the last run backwards, each as long as the bound allows.
     for k in range(parts - 1, 0, -1):
         left = bound - (last if k == parts - 1 else 0)
         # Each earlier run needs at least one item.
         starts[k] = max(k, bisect_left(total, total[end] - left, hi=end))
+        # Not even one item fits.
         if starts[k] == end:
             return []
         end = starts[k]
@@ -91,6 +98,8 @@ def piece_layout(layout: Layout) -> Layout:
     zb-h1). Copies, stages, ZeRO and recomputation of whole pieces change when a piece
     runs, never what it does.
     """
+    # Sorted, so that the order of axes in the mesh does not make another
+    # piece.
     axes = (a for a in layout.mesh.axes if a.name in ("tp", "cp", "ep"))
     return Layout(
         mesh=Mesh(tuple(sorted(axes, key=lambda a: a.name))),

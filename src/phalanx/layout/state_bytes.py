@@ -40,6 +40,8 @@ def engine_state(precision: str, moments: int = 2) -> StateBytes:
     Gradients are added up and weights updated in float32 or wider.
     """
     width = float(DTYPES[precision].bytes)
+    # Updates are in float32 or wider; narrower weights need a copy of that
+    # width.
     wide = max(MASTER, width)
     copy = wide if width < MASTER else 0.0
     return StateBytes(width, width, wide, wide, moments * wide + copy)
@@ -80,6 +82,7 @@ def held_bytes(layout: Layout, state: StateBytes) -> HeldBytes:
         weight=_weight(layout, state) if comes_and_goes else state.weight,
         frozen=_frozen(layout, state),
         gathered=state.gathered if comes_and_goes else 0.0,
+        # Sums after every microbatch send the gradient, so it may be narrower.
         gradient=state.reduced if each_microbatch else state.gradient,
         gradient_shard=state.gradient / parts if parts > 1 else 0.0,
         optimizer=optimizer,

@@ -53,6 +53,7 @@ def quantities(job: Job) -> dict[str, Any]:
     found = dict(_mesh(layout, shape is not None and shape.experts > 0))
     found |= {"sequence": job.sequence, "batch": job.batch}
     found["per_node"] = min(job.per_node, layout.ranks)
+    # Machines, rounded up: the last one may be used in part.
     found["nodes"] = -(-layout.ranks // job.per_node)
     if job.batch:
         found |= _batches(layout, job.batch)
@@ -65,6 +66,7 @@ def quantities(job: Job) -> dict[str, Any]:
         found |= {"positions": job.sequence or shape.sequence}
         if layout.pp > 1:
             found |= _stages(layout, shape)
+    # 0 means that a trainer needs no option for it.
     return {name: value for name, value in found.items() if value}
 
 
@@ -77,25 +79,31 @@ def _mesh(layout: Layout, experts: bool) -> Iterator[tuple[str, int]]:
     replicas = layout.mesh.of("dp.replicate")
     shard = layout.mesh.of("dp.shard")
     sharded = layout.zero > 0
+    # Without ZeRO every data-parallel rank is a replica.
     yield "dp_replicate", replicas if sharded else layout.dp
+    # Ranks of ep hold shards of everything but the experts.
     yield "dp_shard", (shard if sharded else 1) * layout.ep
     if sharded and replicas > 1:
         yield "replicas", replicas
         yield "shard_size", shard
     if experts:
         yield "ep", layout.expert_ranks
+        # Ranks of tp inside an expert: one if they share whole experts.
         yield "etp", 1 if "tp" in layout.experts else layout.tp
 
 
 def _batches(layout: Layout, batch: int) -> dict[str, int]:
     """Sequences of a microbatch and of a rank's batch, and the number of microbatches."""
     microbatches = layout.microbatches
+    # Sequences of a microbatch on one rank.
     each = batch // (layout.data * microbatches)
     piped = layout.pp > 1
     return {
         "microbatch": each,
         "microbatches": microbatches,
         "accumulation": microbatches,
+        # In a pipeline torchtitan divides a rank's local batch into its
+        # microbatches.
         "pipe_microbatch": each if piped else 1,
         "local_batch": each * microbatches if piped else each,
     }
@@ -103,15 +111,20 @@ def _batches(layout: Layout, batch: int) -> dict[str, int]:
 
 def _sizes(shape: Shape) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(shape, name) for name in SIZES}
+    # An integral rope_theta is written as 10000, not 10000.0.
     if shape.rope_theta.is_integer():
         found["rope_theta"] = int(shape.rope_theta)
     if not shape.experts:
         found |= {"experts": 0, "top_k": 0}
     else:
         found["expert_ffn"] = shape.expert_ffn
+        # Other trainers give the width of the shared expert, not the number
+        # merged into it.
         found["shared_ffn"] = shape.shared_experts * shape.expert_ffn
         if shape.dense_layers:
             sparse = shape.layers - shape.dense_layers
+            # Megatron's notation for which blocks have experts:
+            # `([0]*3+[1]*58)`.
             found["sparse_blocks"] = f"([0]*{shape.dense_layers}+[1]*{sparse})"
     if shape.kv_latent:
         found |= {
@@ -120,9 +133,12 @@ def _sizes(shape: Shape) -> dict[str, Any]:
             "nope_dim": shape.head_dim - shape.turned,
             "rope_dim": shape.turned,
             "value_dim": shape.valued,
+            # Other trainers derive these from the latent's sizes: 0 leaves
+            # them out.
             "head_dim": 0,
             "kv_heads": 0,
         }
+    # As many as query heads is the default of trainers.
     elif shape.kv_heads == shape.heads:
         found["kv_heads"] = 0
     return found
@@ -133,6 +149,7 @@ def _stages(layout: Layout, shape: Shape) -> dict[str, Any]:
     blocks = blocks_of_stages(layout, shape)
     found: dict[str, Any] = {}
     if len(set(blocks)) > 1:
+        # Megatron's notation: E the embedding, t a block, L the loss.
         stages = ["t" * count for count in blocks]
         stages[0] = "E" + stages[0]
         stages[-1] += "L"
@@ -160,6 +177,7 @@ def choices_of(job: Job) -> dict[str, tuple[str, ...]]:
         **dict(_frequencies(layout)),
         "zero": (f"zero{layout.zero}",),
         "precision": (f"{layout.precision} {layout.matmul}".strip(),),
+        # "every=2" -> "every"; the number is a quantity.
         "recompute": (layout.recompute.partition("=")[0],),
         "offload": layout.offload,
         "compile": (_compiled(layout),),
@@ -179,6 +197,7 @@ def choices_of(job: Job) -> dict[str, tuple[str, ...]]:
 
 def _frequencies(layout: Layout) -> Iterator[tuple[str, tuple[str]]]:
     """Frequency of gathers and reductions, if not the default."""
+    # What the same mesh and stage would have without words for it.
     usual = Layout(mesh=layout.mesh, zero=layout.zero, offload=layout.offload)
     for name in ("gather", "reduce", "prefetch"):
         value = getattr(layout, name)
@@ -208,11 +227,14 @@ def order_of(layout: Layout) -> tuple[str, ...]:
     out.
     """
     names = [axis.name for axis in layout.mesh.axes]
+    # The usual order inside pp and dp.
     usual = [name for name in ("ep", "cp", "tp") if name in names]
     inner = [name for name in names if name in usual]
     outer = [name for name in names if name not in usual]
+    # Any other order is spelled out whole.
     if names != outer + usual or inner != usual:
         return (" ".join(names),)
+    # Without dp, ep takes its place in the order.
     if "pp" in names and "ep" in names and "dp" not in names:
         return ("pp dp",)
     return (" ".join(outer),) if len(outer) > 1 else ()

@@ -100,6 +100,7 @@ def read_trainer_file(
 ) -> Reading:
     """Read a trainer's file. Without a name, the keys of the file identify the trainer."""
     text = read_text(path, "trainer's file", LayoutError)
+    # The ending decides how to read it; a script may have any.
     format = SUFFIXES.get(Path(path).suffix, FLAGS)
     options = options_of(text, format, path)
     trainer = (
@@ -119,6 +120,7 @@ def _format(format: str) -> str:
 
 def _trainer_of(options: Options, format: str, path: str) -> Trainer:
     """The trainer with the most identifying marks among the options."""
+    # A mark is an option, or the beginning of nested ones.
     marks = {
         name: sum(_marked(options, mark) for mark in trainer.known_by)
         for name, trainer in trainers().items()
@@ -137,6 +139,7 @@ def _trainer_of(options: Options, format: str, path: str) -> Trainer:
 
 
 def _marked(options: Options, mark: str) -> bool:
+    # "training" marks "training.seq_len" as well.
     return any(key == mark or key.startswith(f"{mark}.") for key in options)
 
 
@@ -156,6 +159,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _plain(value: Any) -> str:
+    # 1.0 and 1 are one value, in whatever format they were written.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).strip().lower()
@@ -177,10 +181,12 @@ class _FileReader:
         ]
         self.options = {k: v for k, v in options.items() if k not in self.left}
         self.faults: list[Fault] = []
+        # The options with a number, under our names for them.
         self.notes: list[str] = []
         self.numbers = dict(self._numbers())
         asked = {"batch": given.batch, "sequence": given.sequence}
         self.numbers |= {name: value for name, value in asked.items() if value}
+        # Groups in whose options a value is strange.
         self.unmatched: set[str] = set()
         self.chosen = {group: self._choice(group) for group in trainer.words}
         self._note_others()
@@ -192,6 +198,8 @@ class _FileReader:
     # ---- options
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
+        # Names that a trainer has had for a quantity: the first one present
+        # counts.
         for quantity, names in self.trainer.read.items():
             for name in names:
                 value = self.options.get(name, self.trainer.defaults.get(name))
@@ -205,11 +213,13 @@ class _FileReader:
         if (
             isinstance(value, list) and value
         ):  # several words follow the option
+            # Text that is no number becomes NaN, which fails the check below.
             value = value[0]
         try:
             number = float(value)
         except (TypeError, ValueError):
             number = math.nan
+        # Only these two may be fractions.
         if quantity not in ("rope_theta", "eps"):
             least = _LEAST.get(quantity, 0)
             if not number.is_integer() or not least <= number <= _COUNT:
@@ -227,9 +237,13 @@ class _FileReader:
         """True if an option has this value; a flag without a value is true."""
         given = self.options.get(key, self.trainer.defaults.get(key))
         if value is True:
+            # `--sequence-parallel` alone is true, as is any value but a false
+            # one.
             return given is not None and _plain(given) not in ("no", "0")
+        # False has to be written: a missing option is not known to be off.
         if value is False:
             return key in self.options and _plain(given) in ("no", "0")
+        # A flag with several words has at least these.
         if isinstance(value, list):
             return isinstance(given, list) and set(value) <= set(
                 map(str, given)
@@ -240,6 +254,8 @@ class _FileReader:
 
     def _made(self, group: str, word: str) -> int:
         """The options of the longest alternative for a word; 0 if none applies."""
+        # A word may be said in several ways; the one with most options is the
+        # most specific.
         rows = self.trainer.words[group][word]
         return max((len(row) for row in rows if self._holds(row)), default=0)
 
@@ -266,6 +282,7 @@ class _FileReader:
             f"{key} {_shown(known[key])}" for key in keys if key in known
         ]
         known_values = self.trainer.values
+        # A value that no word of ours has.
         strange = any(
             not any(self._is(key, value) for value in known_values[key])
             for key in keys
@@ -278,6 +295,7 @@ class _FileReader:
     def _note_others(self) -> None:
         """Note options whose value has no word in a layout."""
         known = self.trainer.values
+        # Options that are read as numbers need no word.
         numbers = {
             name for names in self.trainer.read.values() for name in names
         }
@@ -299,6 +317,7 @@ class _FileReader:
         """Notes options that the script fills in; bf16 is assumed where it fills in the precision."""
         precisions = self.trainer.words["precision"].values()
         keys = {key for rows in precisions for row in rows for key in row}
+        # The trainer's own words for a precision that its script decides.
         told = self.trainer.elsewhere.get("precision")
         if told and keys.isdisjoint(self.options):
             self.chosen["precision"] = BF16
@@ -310,6 +329,7 @@ class _FileReader:
             self._note(f"The training script decides {', '.join(names)}.")
         rows = self.trainer.words["precision"][BF16]
         keys = {key for row in rows for key in row}
+        # No option for the precision, and the script fills one in.
         if self.chosen["precision"] in ("", FP32) and not keys.isdisjoint(
             self.left
         ):
@@ -344,6 +364,7 @@ class _FileReader:
 
     def _near(self, layout: Layout) -> Iterator[tuple[str, str]]:
         for group, word in self.chosen.items():
+            # A choice of cp means nothing without cp.
             if group == "cp" and layout.cp == 1:
                 continue
             if f"{group}:{word}" in self.trainer.near:
@@ -351,11 +372,14 @@ class _FileReader:
 
     def _count_ranks(self) -> None:
         """Set the numbers of ranks, of ranks per model copy, and of sequences per step."""
+        # A rank is described by cp as a whole, or by a ring times Ulysses.
         self.tp, self.pp = self.of("tp"), self.of("pp")
         ring, ulysses = self.of("ring"), self.of("ulysses")
         self.cp = self.of("cp", ring * ulysses)
+        # Ranks that hold one copy of the model.
         self.copy = self.tp * self.pp * self.cp
         self.batch = self.of("batch", 0)
+        # The number of ranks itself, or nodes times ranks on each.
         self.ranks = self.of("ranks", 0) or self.of("nodes", 0) * self.of(
             "per_node", 0
         )
@@ -371,6 +395,7 @@ class _FileReader:
                 Fault(named, what, "one rank runs on each device")
             )
         self.ranks = self.ranks or given or self._ranks_of_batch()
+        # The last way: what the options of data parallelism multiply to.
         if not self.ranks:
             data = max(self.of("data", 1), 1) * self.of("dp_replicate")
             data *= max(self.of("dp_shard"), 1)
@@ -389,11 +414,14 @@ class _FileReader:
         """The mesh; sets `words["experts"]` if ranks of tp or cp share experts."""
         data = max(self.ranks // self.copy, 1)
         replicas, shard = self._parts(data)
+        # A trainer that says DDP by a shard size of 1.
         if self.trainer.shards_by_size and shard == 1:
             words["zero"] = 0
+        # Without ZeRO there are no shards, so all are replicas.
         if not words["zero"]:
             replicas, shard = 1, replicas * shard
         expert = self._experts(words, replicas * shard)
+        # Our dp does not count the ranks of ep, which theirs includes.
         if shard % expert == 0:
             shard //= expert
         axes = {
@@ -403,6 +431,8 @@ class _FileReader:
             "cp": Axis("cp", self._context()),
             "tp": Axis("tp", (self.tp,)),
         }
+        # The order that the file chooses; then axes that it leaves open, from
+        # the outermost.
         order = [*self.chosen.get("order", "").split(), "pp", "dp", *axes]
         return Mesh(tuple(axes[name] for name in dict.fromkeys(order)))
 
@@ -411,6 +441,7 @@ class _FileReader:
         shard = self.numbers.get("dp_shard") or -1
         if "dp_shard" in self.trainer.written:
             replicas = self.of("dp_replicate")
+            # -1 takes the ranks that are left.
             if shard < 1:
                 shard = max(data // replicas, 1)
             return replicas, shard
@@ -431,6 +462,7 @@ class _FileReader:
 
     def _experts(self, words: dict[str, Any], data: int) -> int:
         """Our size of ep: theirs, without the ranks of tp and cp that share experts."""
+        # `etp` divides an expert over tp; by default by the whole of tp.
         group, etp = self.of("ep"), self.of("etp", self.tp)
         if self.shape is None or not self.shape.experts or group == 1:
             given = self.trainer.key("etp") in self.options
@@ -443,13 +475,16 @@ class _FileReader:
                 self._note_whole_experts(etp)
             return 1
         shared, rest = [], group
+        # Ranks of tp that do not divide experts share them.
         if self.tp > 1 and etp == 1:
             shared, rest = ["tp"], group // self.tp
+        # cp comes next: their group of experts is cp x tp x part of dp.
         if self.cp > 1 and rest > 1:
             shared, rest = [*shared, "cp"], rest // self.cp
         inside = math.prod(
             {"tp": self.tp, "cp": self.cp}[axis] for axis in shared
         )
+        # Our ep must be a part of dp.
         if rest < 1 or group != inside * rest or data % rest:
             what = f"{group} ranks share experts, with {inside} of tp and cp inside"
             rule = "here they are all ranks of tp and cp, times a part of dp"
@@ -495,6 +530,7 @@ class _FileReader:
             return {"schedule": ACCUM, "microbatches": count}
         schedule = self.chosen.get("schedule") or ONE_F_ONE_B
         chunks = self._chunks()
+        # Chunks name an interleaved schedule, even where the file says 1F1B.
         if chunks > 1 and schedule == ONE_F_ONE_B:
             schedule = INTERLEAVED
         kind = traits(schedule)
@@ -509,28 +545,34 @@ class _FileReader:
         return "micro" if self._made("gather", "gather:micro") else ""
 
     def _chunks(self) -> int:
+        # The stages that the file lists, divided by ranks of the pipeline.
         if text := self.numbers.get("stage_layout"):
             return max(len(blocks_of_text(text)) // self.pp, 1)
         layers = self.shape.layers if self.shape is not None else 0
         if per_chunk := self.of("layers_per_chunk", 0):
             return max(layers // (self.pp * per_chunk), 1)
+        # torchtitan counts embedding and head as a layer each.
         if per_chunk := self.of("layers_of_chunk", 0):
             return max(math.ceil((layers + 2) / per_chunk) // self.pp, 1)
         return self.of("chunks")
 
     def _microbatches(self, mesh: Mesh) -> int:
         """The microbatches per step and rank; sets the batch if it follows."""
+        # Ranks with sequences of their own.
         data = mesh.of("dp") * mesh.of("ep")
         each, steps = self.of("microbatch", 0), self.of("accumulation", 0)
         steps = self.given.microbatches or steps
         if "local_batch" in self.trainer.read:
             return self._local_batches(data)
+        # batch = microbatch x accumulation x data-parallel ranks, solved for
+        # what is missing.
         if not self.batch and each:
             self.batch = each * max(steps, 1) * data
         if not self.batch and self.given.model is not None:
             self.batch = self.given.model.batch
         if self.given.microbatches or not (each or self.batch):
             return max(steps, 1)
+        # Accumulation is stated, and needs no batch.
         if steps and not each:
             return steps
         if not each and self.given.model is not None:
@@ -541,11 +583,13 @@ class _FileReader:
 
     def _local_batches(self, data: int) -> int:
         local = self.of("local_batch", 1)
+        # -1 means a local batch on every rank.
         if not self.batch or self.batch < 0:
             self.batch = local * data
         steps = max(self.batch // (local * data), 1)
         if self.pp == 1:
             return steps
+        # torchtitan: a rank's local batch goes through the pipeline in parts.
         pieces = max(local // self.of("pipe_microbatch"), 1)
         if steps > 1:
             self._note(
@@ -566,6 +610,7 @@ class _FileReader:
                 Fault(self.trainer.key("stage_layout"), what, rule)
             )
             return layout
+        # Nothing to write if our own balance gives the same stages.
         with suppress(LayoutError):
             if blocks == blocks_of_stages(layout, shape):
                 return layout
@@ -576,6 +621,8 @@ class _FileReader:
         if text := self.numbers.get("stage_layout"):
             return blocks_of_text(text)
         stages, layers = layout.virtual_stages, shape.layers
+        # Megatron: blocks of the first and last stage, and the rest spread
+        # evenly.
         first, last = self.of("first_blocks", 0), self.of("last_blocks", 0)
         if (first or last) and layout.chunks == 1:
             inner = stages - bool(first) - bool(last)
@@ -583,6 +630,7 @@ class _FileReader:
             if not rest and each > 0:
                 ends = [first] * bool(first), [last] * bool(last)
                 return (*ends[0], *[each] * inner, *ends[1])
+        # Without a list, some trainers require equal stages.
         if self.trainer.even_stages and layers % stages == 0:
             return (layers // stages,) * stages
         return ()
@@ -593,6 +641,7 @@ class _FileReader:
         if self.given.model is not None:
             return self._as_long(self.given.model)
         if self.trainer.models:
+            # torchtitan names its models: "llama3 8B".
             name = f"{self.options.get('model.name')} {self.options.get('model.flavor')}"
             if known := self.trainer.models.get(name):
                 return self._as_long(shipped(known))
@@ -601,6 +650,8 @@ class _FileReader:
         try:
             return self._as_long(Shape(**self._sizes()))
         except FileError as error:
+            # The last word of the place is the size; the fault names its
+            # option.
             for mistake in error.mistakes:
                 key = self.trainer.key(mistake.place.rpartition(" ")[2])
                 self.faults.append(Fault(key, mistake.what, mistake.way_out))
@@ -615,6 +666,7 @@ class _FileReader:
 
     def _sizes(self) -> dict[str, Any]:
         numbers, chosen = self.numbers, self.chosen
+        # A size that is 0 or missing keeps the shape's default.
         found = {name: numbers[name] for name in SIZES if numbers.get(name)}
         found["name"] = f"the model of {self.trainer.title}'s file"
         gated = chosen.get("mlp") == "gated silu"
@@ -628,6 +680,7 @@ class _FileReader:
             found["ffn"] = int(4 * found["hidden"] * 2 / 3) // 64 * 64
         if found["positions"] == "learned":
             found["sequence"] = self.of("positions", self.of("sequence"))
+        # A file may name KV heads but not turn grouped attention on.
         grouped = self.trainer.words.get("grouped")
         if grouped and not self._made("grouped", "grouped"):
             found.pop("kv_heads", None)
@@ -651,6 +704,7 @@ class _FileReader:
         width = self.of("expert_ffn", 0) or found.get("ffn", 0)
         shared = self.of("shared_ffn", 0)
         sizes: dict[str, Any] = {"expert_ffn": width}
+        # The shared expert's width as a number of routed experts.
         if shared and width:
             sizes["shared_experts"] = max(round(shared / width), 1)
             if shared % width:
@@ -664,6 +718,7 @@ class _FileReader:
 
     def _dense(self, blocks: Any, layers: int) -> int:
         """The number of leading blocks without experts."""
+        # Dense blocks come first in our shapes; any other pattern has no word.
         sparse = _sparse(blocks, layers)
         dense = sparse.index(1) if 1 in sparse else len(sparse)
         if len(sparse) != layers or 0 in sparse[dense:]:
@@ -675,11 +730,13 @@ class _FileReader:
         return min(dense, layers - 1)
 
     def _latent_sizes(self) -> dict[str, Any]:
+        # Sizes that the file leaves out are those of DeepSeek-V3.
         rope = self.of("rope_dim", 64)
         return {
             "kv_latent": self.of("kv_latent", 512),
             "q_latent": self.of("q_latent", 0),
             "rope_dim": rope,
+            # Unrotated and rotated features together.
             "head_dim": self.of("nope_dim", 128) + rope,
             "value_dim": self.of("value_dim", 128),
         }
@@ -707,6 +764,7 @@ class _FileReader:
             "cp": self.cp,
             "ranks": self.ranks,
         }
+        # A sequence is cut into two parts for each rank of cp.
         derived |= {"cp_twice": 2 if self.cp > 1 else 1, "batch": self.batch}
         derived["data"] = max(self.ranks // self.copy, 1)
         if layout.chunks > 1:
@@ -721,6 +779,7 @@ class _FileReader:
         return whole | derived
 
     def _divides(self, rule: Rule, values: Mapping[str, int]) -> None:
+        # `what` must be a multiple of the product of `by`.
         terms = rule.terms
         whole, parts = values.get(terms["what"], 0), terms["by"]
         unless = any(
@@ -730,6 +789,7 @@ class _FileReader:
             not whole
             or unless
             or values.get(terms.get("if", "tp"), 1) < 2 * ("if" in terms)
+            # `if` applies the rule only with more than one rank there.
         ):
             return
         each = [values.get(name, 1) for name in parts]
@@ -742,6 +802,7 @@ class _FileReader:
             )
             if value > 1
         )
+        # This name stands for the factor 2 itself.
         shown = shown.replace("cp_twice 2", "2")
         what = f"{whole:,} is no multiple of {shown}"
         self.faults.append(
@@ -749,15 +810,18 @@ class _FileReader:
         )
 
     def _equals(self, rule: Rule, values: Mapping[str, int]) -> None:
+        # `what` must be the product of all terms.
         terms = rule.terms
         present = terms.get("if_any")
         if present and not any(key in self.options for key in present):
             return
+        # -1 leaves a term open, and then any product is right.
         names = [name for name in terms["product"] if values.get(name, 1) > 0]
         left_open = len(names) < len(terms["product"])
         missing = {"microbatch", "accumulation", "dataset_sequence"} & set(
             names
         )
+        # These have no default that could be multiplied.
         if left_open or any(not values.get(name) for name in missing):
             return
         whole = values.get(terms["what"], 0)
@@ -773,6 +837,7 @@ class _FileReader:
             self.faults.append(Fault(key, what, rule.text))
 
     def _needs(self, rule: Rule, values: Mapping[str, int]) -> None:
+        # The option that makes the rule apply, named in its fault.
         terms = rule.terms
         key = self._cause(terms, values)
         if not key:
@@ -796,6 +861,8 @@ class _FileReader:
             if name in self.options
         ]
         above = terms.get("above_one")
+        # A quantity that has to be above 1, such as tp for sequence
+        # parallelism.
         if above and values.get(above, 1) < 2:
             lacking.append(f"{self.trainer.key(above)} above 1")
         if lacking:
@@ -810,6 +877,7 @@ class _FileReader:
         self, terms: Mapping[str, Any], values: Mapping[str, int]
     ) -> str:
         """The option that makes a rule apply; "" if it does not apply."""
+        # One option with one value, or any of several, or quantities above 1.
         for key, value in terms.get("if", {}).items():
             return key if key in self.options and self._is(key, value) else ""
         for key in terms.get("if_any", ()):
@@ -839,24 +907,30 @@ def _sparse(blocks: Any, layers: int) -> list[int]:
     if isinstance(blocks, list):
         return [int(same(each, 1)) for each in blocks]
     text = str(blocks)
+    # Megatron: every n-th block has experts, from block 0.
     if text.isdigit() and int(text):
         return [int(block % int(text) == 0) for block in range(layers)]
     found: list[int] = []
+    # "([0]*3+[1]*58)" -> three dense blocks and 58 with experts.
     for value, count in _SPARSE.findall(text):
         found += [int(value)] * int(count)
+    # A file is not trusted: keep the list short.
     return found[:20_000]
 
 
 def blocks_of_text(text: Any) -> tuple[int, ...]:
     """Blocks of every stage in Megatron-Core's notation, `Et*3|(tt|)*2tL`, or in lists."""
     if isinstance(text, list):
+        # A list of layer names for each stage: decoder layers count.
         return tuple(str(stage).count("decoder") for stage in text)
     plain = str(text).replace(",", "").replace(" ", "")
+    # Innermost repetitions first: `(t*2|)*3` -> `(tt|)*3` -> `tt|tt|tt|`.
     for _ in range(8):
         plain, found = _REPEATED.subn(
             lambda match: (match[1] or match[3]) * int(match[2] or match[4]),
             plain,
         )
+        # Repetitions of repetitions may grow without end.
         if not found or len(plain) > 100_000:
             break
     return tuple(stage.count("t") for stage in plain.split("|"))

@@ -69,6 +69,7 @@ class Trainer:
     @cached_property
     def options(self) -> frozenset[str]:
         """Every option of the table."""
+        # Every name under which a quantity is read.
         names = {name for each in self.read.values() for name in each}
         rows = (
             row
@@ -91,10 +92,12 @@ class Trainer:
         for row in rows:
             for key, value in row.items():
                 found.setdefault(key, []).append(value)
+        # A flag without a value is only there or not.
         plain = {
             key: [x for x in each if x is not True]
             for key, each in found.items()
         }
+        # Options whose every value is listed: an unlisted one has no word.
         return {
             key: values
             for key, values in plain.items()
@@ -113,6 +116,7 @@ class Trainer:
 
     def key(self, quantity: str) -> str:
         """The name of a quantity's option in errors."""
+        # Without an option for ranks, a fault names the one for nodes.
         if quantity == "ranks" and quantity not in self.read:
             quantity = "nodes" if "nodes" in self.read else "the ranks"
         names = self.read.get(quantity, ())
@@ -129,6 +133,8 @@ def _rules(rows: list[dict[str, Any]]) -> tuple[Rule, ...]:
 
 
 def _trainer(name: str, row: dict[str, Any]) -> Trainer:
+    # "tp: --tensor-model-parallel-size --tp": names in one text, the one to
+    # write first.
     numbers = {
         quantity: text.split() for quantity, text in row.pop("numbers").items()
     }
@@ -144,7 +150,10 @@ def _trainer(name: str, row: dict[str, Any]) -> Trainer:
         name=name,
         known_by=tuple(row.pop("known_by")),
         written={
-            q: names[0] for q, names in numbers.items() if names[0][0] != "+"
+            # A name with "+" is read but never written.
+            q: names[0]
+            for q, names in numbers.items()
+            if names[0][0] != "+"
         },
         read={
             q: tuple(x.lstrip("+") for x in names)

@@ -20,9 +20,11 @@ from .trainer_table import FLAGS, JSON, TOML, YAML, Options
 
 SUFFIXES = {".toml": TOML, ".json": JSON, ".yaml": YAML, ".yml": YAML}
 _ENTRIES = 20_000  # in a nested file: one YAML alias may expand to very many
+# `export TP=4`, and what follows the equals sign.
 _ASSIGNED = re.compile(
     r"\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)"
 )
+# $NAME, ${NAME}, ${NAME:-default}, ${NAME:=default}.
 _NAME = r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})"
 _SUM = re.compile(r"\$\(\(([\w\s+*/()-]{1,200})\)\)")
 _FLAG = re.compile(r"--?[A-Za-z]")
@@ -49,6 +51,8 @@ def options_of(text: str, format: str, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in _flat(nested, "", where, 0):
         found[key] = value
+        # Counted while it is expanded, because an alias of YAML costs a few
+        # bytes.
         if len(found) > _ENTRIES:
             raise LayoutError(f"{where} has more than {_ENTRIES:,} options.")
     return found
@@ -75,6 +79,7 @@ def _yaml(text: str, where: str) -> Any:
             f"{where} is YAML, which PyYAML reads: pip install 'phalanx[yaml]'."
         ) from None
     try:
+        # `safe_load` creates plain values only, never objects.
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         what = (
@@ -87,7 +92,9 @@ def _flags(text: str) -> dict[str, Any]:
     """The options in an argument list or a shell script; the last one of a name counts."""
     values: dict[str, str] = {}
     found: dict[str, Any] = {}
+    # A line that ends in a backslash continues in the next.
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
+        # A list `ARGS=(--tp 4)` is read as its words.
         line = _filled(line, values).replace("=(", "=( ")
         assigned = _ASSIGNED.fullmatch(line)
         if assigned and not assigned[2].lstrip().startswith("("):
@@ -103,6 +110,7 @@ def _words(line: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
     except ValueError:  # a string that continues in the next line
+        # Without quotes, words of a text are still found.
         plain = re.sub(r"[\"']", " ", line)
         return [
             word for word in plain.partition(" #")[0].split() if word != "#"
@@ -117,6 +125,7 @@ def _filled(line: str, values: Mapping[str, str]) -> str:
         default = match[3] if match[3] is not None else match[0]
         return values.get(name, default)
 
+    # Values contain names again, so replace until nothing changes.
     for _ in range(_ROUNDS):
         filled = re.sub(_NAME, value, line)[:_WORDS]
         filled = _SUM.sub(lambda match: _sum(match, values), filled)
@@ -131,6 +140,7 @@ def _sum(match: re.Match[str], values: Mapping[str, str]) -> str:
     terms = re.sub(
         r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), match[1]
     )
+    # Only digits and operators: no expression of a script is run.
     if not re.fullmatch(r"\s*-?\d{1,12}(\s*[-+*/]\s*\d{1,12})*\s*", terms):
         return match[0]
     total = 0
@@ -150,16 +160,19 @@ def _arguments(words: list[str]) -> dict[str, Any]:
     """Map each `--name` to its value: True, a word, or a list of words."""
     found: dict[str, Any] = {}
     name, values = "", list[str]()
+    # The last "--" ends the option before it.
     for word in [*words, "--"]:
         word = word.strip("()")
         if not word:
             continue
+        # `$EXTRA_ARGS` is not known, and no value.
         if word != "--" and not _FLAG.match(word):
             values += [word] if name and not word.startswith("$") else []
             continue
         if name:
             found[name] = values[0] if len(values) == 1 else values or True
         flag, equals, value = word.partition("=")
+        # "--tensor_parallel" and "--tensor-parallel" are one option.
         name = (
             flag.replace("_", "-")
             if flag.startswith("--") and flag != "--"
@@ -177,6 +190,7 @@ def text_of(options: Options, format: str, launch: str = "") -> str:
     if format == FLAGS:
         return _script(options, launch)
     nested: dict[str, Any] = {}
+    # "parallelism.tensor" -> table "parallelism", key "tensor".
     for key, value in options.items():
         *path, last = key.split(".")
         table = nested
@@ -190,6 +204,7 @@ def text_of(options: Options, format: str, launch: str = "") -> str:
 
 
 def _script(options: Options, launch: str) -> str:
+    # Options of torchrun come before the script's own.
     ranks = ("--nnodes", "--nproc-per-node")
     start = [f"{name} {options[name]}" for name in ranks if name in options]
     lines = [" ".join(["torchrun", *start, launch])]
@@ -201,10 +216,13 @@ def _script(options: Options, launch: str) -> str:
 
 
 def _toml(nested: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    # TOML: plain keys of a table before the tables inside it.
     plain = {k: v for k, v in nested.items() if not isinstance(v, Mapping)}
     if path and plain:
         yield f"\n[{path}]"
     for key, value in plain.items():
+        # A JSON value is a TOML value here: numbers, texts, booleans and
+        # lists.
         yield f"{key} = {json.dumps(value)}"
     for key, value in nested.items():
         if isinstance(value, Mapping):

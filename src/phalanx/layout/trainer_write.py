@@ -64,6 +64,8 @@ def written(job: Job, trainer: Trainer) -> Written:
     """The file of a trainer for a job."""
     writer = _FileWriter(job, trainer)
     writer.write()
+    # What the file cannot say is given beside it, so that the rest is
+    # compared.
     model = None if trainer.sized else job.shape
     given = Given(ranks=job.layout.ranks, model=model)
     back = read_options(writer.options, trainer, given)
@@ -92,6 +94,7 @@ def can_say(
     back = read_options(
         writer.options, trainer, Given(layout.ranks, model=shape)
     )
+    # Without building sentences: one difference is enough.
     return not any(True for _ in _differences(job, back))
 
 
@@ -102,6 +105,7 @@ def _differences(job: Job, back: Reading) -> Iterator[str]:
         f"{trainer.title} refuses this: {fault}" for fault in back.faults
     )
     ours, theirs = job.layout, back.job.layout
+    # The script chooses accumulation, so the file cannot differ in it.
     if "accumulation" in trainer.elsewhere:
         theirs = replace(theirs, microbatches=ours.microbatches)
     if ours != theirs:
@@ -130,6 +134,7 @@ class _FileWriter:
 
     def write(self) -> None:
         values = quantities(self.job)
+        # A split without an option cannot be expressed at all.
         for name in WAYS:
             if values.get(name, 1) > 1 and not self._names(name):
                 reason = self.trainer.refusal(name, "")
@@ -146,6 +151,7 @@ class _FileWriter:
                     self._choice(group, word)
 
     def _names(self, way: str) -> bool:
+        # A trainer may have options for the two ways of cp only.
         also = {"cp": ("ring", "ulysses")}.get(way, ())
         return any(name in self.trainer.written for name in (way, *also))
 
@@ -153,6 +159,7 @@ class _FileWriter:
         """Refuse replicas of shards if no option divides data parallelism in two."""
         zero = self.job.layout.zero
         named = {"dp_replicate", "replicas"} & self.trainer.written.keys()
+        # A size of shards divides data parallelism in two, in ZeRO-3 only.
         by_size = zero == 3 and "shard_size" in self.trainer.written
         if "replicas" in values and not named and not by_size:
             size = (
@@ -165,12 +172,16 @@ class _FileWriter:
 
     def _quantities(self, values: Mapping[str, Any]) -> None:
         layout = self.job.layout
+        # Data parallelism is mixed with other splits, or with replicas.
         mixed = layout.ranks > layout.data or "replicas" in values
         plain = self.trainer.parts_if_mixed and not mixed
         for name, key in self.trainer.written.items():
             value = values.get(name)
+            # No value, or an option for context parallelism that means another
+            # way.
             if value is None or (name == "cp" and not self._names("cp")):
                 continue
+            # Two chunks are this trainer's default.
             if name == "layers_of_chunk" and layout.chunks == 2:
                 continue
             if name == "data" and layout.cp == 1:
@@ -179,11 +190,13 @@ class _FileWriter:
                 continue  # the stages are counted there
             if name in ("dp_replicate", "dp_shard") and plain:
                 continue
+            # What the trainer does without an option needs none.
             default = self.trainer.defaults.get(key)
             if name in WAYS and value == 1:
                 continue
             if default is None or not same(default, value):
                 self.options[key] = value
+        # All microbatches of these trainers have as many sequences.
         if self.job.batch % (layout.data * layout.microbatches):
             self.unsaid.append(
                 f"A batch of {self.job.batch:,} is no multiple of {layout.data} ranks x"
@@ -196,6 +209,7 @@ class _FileWriter:
     def _named_model(self) -> None:
         shape = self.job.shape
         for theirs, ours in self.trainer.models.items():
+            # A name stands for a model only if all sizes agree.
             if shape is not None and not unlike(shape, shipped(ours)):
                 name, _, flavor = theirs.partition(" ")
                 self.options |= {"model.name": name, "model.flavor": flavor}
@@ -207,6 +221,7 @@ class _FileWriter:
 
     def _choice(self, group: str, word: str) -> None:
         known = self.trainer.words.get(group)
+        # Nothing to say: the choice is what a trainer without the option does.
         if known is None and (group in _MODEL or _PLAIN.get(group) == word):
             return
         if group in _MODEL and not self.trainer.sized:
@@ -225,6 +240,7 @@ class _FileWriter:
                 f"{shown}: {self.trainer.refusal(group, word)}."
             )
             return
+        # The first way to say it that contradicts no option already written.
         row = next((row for row in rows if not self._clashes(row)), None)
         if row is None:
             key = self._clashes(rows[0])

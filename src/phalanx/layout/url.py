@@ -48,6 +48,7 @@ def redacted(text: str, *, whole: bool = False) -> str:
 
     With `whole`, a URL extends to the end of the text, across white space and quotes.
     """
+    # The most frequent case: text without a URL.
     if ":/" not in text:
         return text
     pattern = _ANYWHERE if whole else _IN_TEXT
@@ -57,16 +58,19 @@ def redacted(text: str, *, whole: bool = False) -> str:
 def _hidden(match: re.Match[str]) -> str:
     scheme, slashes, rest = match.groups()
     user, password, after = _split(rest)
+    # Running text was cut inside the password, so no "@" ends it.
     if password is None and slashes == "//" and (cut := _cut_password(rest)):
         # The end of the URL is missing: the text was cut in the middle of a password.
         return f"{scheme}{slashes}{rest[: -len(cut)]}{HIDDEN}"
     if password is not None:
         user += f":{_hide(password)}@"
+    # Secrets of a query are hidden by their names, or if they look like a key.
     return scheme + slashes + user + _QUERY.sub(_hide_value, after)
 
 
 def _hide(secret: str) -> str:
     """The mask of a secret. References to variables stay."""
+    # Only references: nothing secret is in the text.
     return HIDDEN if _REFERENCE.sub("", secret) else secret
 
 
@@ -83,12 +87,15 @@ def _is_secret(name: str, value: str) -> bool:
 
 def _split(rest: str) -> _Parts:
     """Split a URL after the scheme; its password may have any characters."""
+    # Everything up to the path: user, password, host and port.
     authority = _authority(rest)
+    # The last "@": a password may contain one.
     at = authority.rfind("@")
     if at < 0 and _after_host(authority):
         # `user:pass/word@host`: the text after the colon is no port, so it is a
         # password.
         at = rest.rfind("@")
+    # "user:password" -> both; a user alone is no secret.
     user, colon, password = rest[: max(at, 0)].partition(":")
     if not colon or not password:
         return _Parts("", None, rest)
@@ -112,6 +119,7 @@ def _after_host(authority: str) -> str:
     # The name of an S3 access point, which is full of colons.
     if authority.startswith("arn:"):
         return ""
+    # "[::1]:9000": colons inside brackets belong to the address.
     _, _, port = re.sub(r"^\[[^\]]*\]", "", authority).partition(":")
     return "" if port.isdigit() else port
 
@@ -127,6 +135,7 @@ class Url(str):
     secrets: dict[str, str]
 
     def __new__(cls, text: str) -> "Url":
+        # A URL that was read already keeps its secrets.
         if isinstance(text, Url):
             return text
         shown, secrets = _without_secrets(text)
@@ -134,6 +143,7 @@ class Url(str):
         url.secrets = secrets
         return url
 
+    # A deep copy is made for writing, and has no secrets.
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
         return str(self)
 
@@ -156,12 +166,14 @@ class Url(str):
             self._filled(f"{scheme}{separator}{user}"),
             self._filled(after),
         )
+        # A "/" or "#" in a password would end the host.
         if _UNSAFE.search(secret):
             return f"{begin}@{end}", {"password": secret}
         return f"{begin}:{secret}@{end}", {}
 
     def masked(self, text: str) -> str:
         """Another program's text about this URL, such as an error, without its secrets."""
+        # Long secrets first: a short one may be part of another.
         for secret in sorted(self._values().values(), key=len, reverse=True):
             if len(secret) >= SHORT:
                 text = text.replace(secret, HIDDEN)
@@ -187,9 +199,11 @@ def _without_secrets(text: str) -> tuple[str, dict[str, str]]:
     secrets: dict[str, str] = {}
 
     def referred(name: str, secret: str) -> str:
+        # References that the user wrote stay.
         if not _REFERENCE.sub("", secret):
             return secret
         names = _numbered(PREFIX + re.sub(r"\W", "_", name).upper())
+        # A second password of the same name gets a number.
         free = next(each for each in names if each not in secrets)
         secrets[free] = secret
         return f"${{{free}}}"
