@@ -31,6 +31,7 @@ _FILLS = {"targets": IGNORED, DOCUMENTS: -1}
 
 def share(size: int, parts: int, index: int) -> slice:
     """The slice of `size` items for part `index` of `parts`; first parts are longer."""
+    # share(7, 3, i) is 0:3, 3:5 and 5:7.
     each, more = divmod(size, parts)
     start = index * each + min(index, more)
     return slice(start, start + each + (index < more))
@@ -51,6 +52,7 @@ def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
     """
     outer, inner = divmod(cp, ulysses)
     times = torch.arange(length)
+    # ring = 2, length = 8: rank 0 holds the times 0 1 6 7, and rank 1 holds 2 3 4 5.
     if ring > 1:
         chunks = times.view(2 * ring, -1)  # (2 * ring, length / (2 * ring))
         times = torch.cat((chunks[outer], chunks[2 * ring - 1 - outer]))
@@ -69,6 +71,7 @@ def microbatches(
     Every per-token tensor is sharded alike, also positions: they come from the batch,
     so a cp rank rotates its queries and keys by the tokens' true positions.
     """
+    # Time first, then rows: cp shards dim 1, and dp and the microbatches shard dim 0.
     whole = _held(batch, layout, cp)
     size = next(iter(whole.values())).shape[0]
     mine = slice(0, size) if dp is None else share(size, layout.data, dp)
@@ -108,9 +111,11 @@ def _held(
         return dict(batch)
     size, held = batch["tokens"].shape[:2], dict(batch)
     ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
+    # Only a padded batch has marks; without them every token is valid.
     if short := -size[1] % time_multiple(layout):
         held[VALID] = torch.ones_like(batch["tokens"], dtype=torch.bool)
     for name, x in held.items():
+        # Not per token: one entry a row, such as the inputs of an MLP.
         if x.shape[:2] != size:
             continue
         if short:

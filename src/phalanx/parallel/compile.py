@@ -101,6 +101,7 @@ class _TappedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, *more: Any
     ) -> Tensor:
+        # The taps are inputs only so that backward can return gradients for them.
         _x_tap, _y_tap, scales, spec = more
         ctx.save_for_backward(x, weight, scales)
         ctx.biased, ctx.spec = bias is not None, spec
@@ -136,6 +137,7 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        # Called once, by autograd, when both factors of every matmul are there.
         ctx.take(gradients)
         return None, None, None
 
@@ -178,7 +180,9 @@ class CompiledModule:
     ) -> None:
         self.module, self.device = module, device
         self.owners: list[tuple[Any, MatmulSpec]] = []
+        # A loss at the very end stays out of the graph: it overwrites its logits.
         self.loss: Callable[..., Tensor] | None = None
+        # By the inputs' names, shapes and dtypes, and by which need a gradient.
         self.known: dict[tuple[Any, ...], list[_Tapped]] = {}
         self.function = compiled_call(type(module), mode, selective)
 
@@ -207,6 +211,7 @@ class CompiledModule:
         tapped = self.known[key] if torch.is_grad_enabled() else []
 
         def taken(gradients: Sequence[Tensor]) -> None:
+            # Each matmul has two taps, whose gradients are its two factors.
             pairs = zip(tapped, gradients[::2], gradients[1::2], strict=True)
             take(
                 [
@@ -268,6 +273,7 @@ class CompiledModule:
             calls[owner].append(_Tapped(owner, spec, shapes))
             return y
 
+        # 1. Replace matmuls by ones that note their shapes, and losses by zeros.
         losses: list[Any] = [
             m for m in self.module.modules() if isinstance(m, _LOSSES)
         ]
@@ -284,14 +290,17 @@ class CompiledModule:
                 owner.weight_product = partial(product, owner, spec)
             for loss in losses:
                 loss.forward = nothing
+            # 2. Run the piece once without data; groups are opaque, so nothing is sent.
             with torch.enable_grad(), mode, regions.opaque():
                 rest = {name: fake(y) for name, y in named.items()}
                 y = _call(self.module, None if x is None else fake(x), rest)
+        # 3. Put the matmuls back, whatever happened.
         finally:
             for loss, forward in zip(losses, before, strict=True):
                 loss.forward = forward
             for owner, spec in self.owners:
                 owner.weight_product = partial(_product, owner, spec)
+        # 4. A loss whose zero is what the piece returned is the piece's last operation.
         if len(sums) == 1 and y is sums[0] and len(losses) == 1:
             self.loss, losses[0].forward = losses[0].forward, _both
         return [
@@ -366,4 +375,5 @@ def _compiled(kind: Any, mode: str, selective: bool, backend: str) -> Any:
         plain.__code__.replace(co_name=f"call_{kind.__name__}"), globals()
     )
     compiled: Any = torch.compile
+    # The shapes of a run are fixed, so graphs need not be dynamic.
     return compiled(function, backend=counting, dynamic=False)

@@ -126,7 +126,9 @@ class UlyssesCore(nn.Module):
         if positions is not None:
             positions = regions.gather(positions, self.group, 1)
         # Every rank already has the documents of whole sequences.
+        # sinks: (heads) to (heads / ranks), in the order in which q's heads were sent
         own = (x.chunk(ranks)[self.group.rank] for x in sinks)
+        # y: (B, T, heads / ranks, head_dim)
         y: Tensor = self.inner(
             *torch.split(mine, sizes, 2), positions, documents, *own
         )
@@ -173,6 +175,8 @@ class GatheredCore(nn.Module):
         )  # in order of time
         # In time order, a rank has one chunk of each half of the sequence.
         chunk, parts = length // (2 * ring.size), []
+        # Each chunk of rows attends as the end of its keys: later keys are cut off, and
+        # so are those that lie before the window.
         for rows, own in zip(
             q.chunk(2, 1),
             (ring.rank, 2 * ring.size - 1 - ring.rank),
@@ -333,8 +337,10 @@ def needed(step: int, rank: int, ranks: int, length: int) -> AttentionBlock:
     whole, half = slice(0, length), length // 2
     if source == rank:
         return AttentionBlock(slice(None), whole, whole, causal=True)
+    # Their first chunk precedes both of ours, and their second follows both.
     if source < rank:
         return AttentionBlock(slice(None), whole, slice(0, half))
+    # Only our second chunk follows theirs, and it follows both.
     return AttentionBlock(slice(None), slice(half, length), whole)
 
 
@@ -356,6 +362,7 @@ def visiting_blocks(
     rows, keys = ids[:, block.rows], its[:, block.keys]  # (B, rows), (B, keys)
     # (B) each: rows, and keys, that belong to the shared document
     counts = ((x == keys[:, -1:]).sum(1).tolist() for x in (rows, keys))
+    # One block for each sequence, as documents begin elsewhere in each.
     return [
         AttentionBlock(
             slice(row, row + 1),
@@ -381,6 +388,7 @@ def ring_attention(
     """Return this rank's output (B, T, heads, size) and log-sum-exp (B, T, heads)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     for step, (k, v) in enumerate(_visits(kv, group)):
+        # Own block first: there each row sees at least itself, so its lse is finite.
         if step == 0:
             if documents is None:
                 out, lse = attend(
@@ -389,6 +397,7 @@ def ring_attention(
             else:
                 own = _ids_of(documents, group, group.rank)
                 out, lse = attend_own(q, k, v, own, None)
+            # Every merge rescales the result, so it stays in float32 until the end.
             out, lse = out.to(wide).contiguous(), lse.contiguous()
             continue
         for block in visiting_blocks(step, group, q.shape[1], documents):
@@ -435,6 +444,7 @@ def ring_gradients(
                 totals = into_q[at], into_kv[0][keys], into_kv[1][keys]
                 for total, part in zip(totals, parts, strict=True):
                     total += part
+        # The previous rank had this block one step ago, and sends the sum so far.
         if behind is not None:
             into_kv += behind.come()
         behind = _Passing(into_kv, group)
@@ -474,6 +484,7 @@ def _visits(kv: Tensor, group: Group) -> Iterator[Tensor]:
     While the caller works with one block, the next is on its way.
     """
     for step in range(group.size):
+        # Sent before it is used: both only read it, so they overlap.
         passing = _Passing(kv, group) if step + 1 < group.size else None
         yield kv
         if passing is not None:
@@ -486,6 +497,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     Rows that have seen no key yet have -inf, and so have rows that see none in this
     part. A row's first part is its own rank's, where it sees at least itself.
     """
+    # out = out e^(lse - both) + part e^(part_lse - both)
     both = torch.logaddexp(lse, part_lse)
     scale = torch.where(
         both == -math.inf, 0.0, both

@@ -139,17 +139,21 @@ class Unit:
         # No other rank adds to this gradient: its memory serves activations in the next
         # forward.
         self.alone = groups.reduce.size == groups.replica.size == 1
+        # Equal parts: zeros behind `used` fill up the end.
         self.numel = -(-total // shards) * shards
         self.part = self.numel // shards
         self.start = self.part * groups.gather.rank
+        # Made once: their data becomes a view of whichever buffer holds the weights.
         self.parameters = {
             w.name: nn.Parameter(
                 torch.empty(0, device=pool.device), requires_grad=not frozen
             )
             for w in self.order
         }
+        # Shapes alone: the views of a flat buffer are cut by them.
         self._like = [torch.empty(w.local, device="meta") for w in self.order]
         self._matrices = {w.name for w in self.order if len(w.shape) == 2}
+        # Autograd adds to a gradient whose memory holds no zeros yet; see `open`.
         for name in self._matrices if not (frozen or self.plain) else ():
             parameter: Any = self.parameters[name]  # its stubs are not typed
             parameter.register_hook(partial(self._before_adding, name))
@@ -227,6 +231,7 @@ class Unit:
                 matrices and bool(weight.matrices),
             )
             one = Segment(offset, offset + _numel(weight), *alike)
+            # A plain unit has one gradient for each weight, so it joins no runs.
             if runs and runs[-1][2:] == one[2:] and not self.plain:
                 one = Segment(runs.pop().start, *one[1:])
             runs.append(one)
@@ -235,6 +240,7 @@ class Unit:
     def own_segments(self, *, matrices: bool = False) -> list[Segment]:
         """The segments of this rank's shard, counted from its start."""
         stop = self.start + self.part
+        # Clip the runs to the shard, then count from its start.
         clipped = (
             s._replace(start=max(s.start, self.start), stop=min(s.stop, stop))
             for s in self.segments(matrices=matrices)
@@ -272,6 +278,7 @@ class Unit:
         for weight, start, stop, offset in self.entries():
             if weight.counted and not weight.rate:
                 end = offset + stop - start
+                # Neighbouring weights join into one run, so the norm needs few kernels.
                 joins = bool(runs) and runs[-1].stop == offset
                 runs.append(slice(runs.pop().start if joins else offset, end))
         return runs
@@ -298,6 +305,7 @@ class Unit:
         if self.at_host:
             part = buffer[self.start : self.start + self.part]
         else:
+            # Otherwise the shard is rounded to the compute dtype on the way.
             part = self.home.to(
                 self.pool.device, self.precision.compute, non_blocking=True
             )
@@ -342,6 +350,7 @@ class Unit:
 
     def refresh(self) -> None:
         """Copy an update into weights that no gather brings again."""
+        # A rank alone in its group copies its home; others wait for a gather.
         if (
             self.buffer is not None
             and not self.same
@@ -400,6 +409,7 @@ class Unit:
         for name, view in zip(
             self.parameters, self._views(self.full), strict=True
         ):
+            # `grad_dtype` lets a gradient be wider than its weight.
             if wide:
                 self.parameters[name].grad_dtype = self.precision.reduce
             self.parameters[name].grad = view
@@ -427,6 +437,7 @@ class Unit:
         first = name in self.fresh
         if first:
             self.fresh.discard(name)
+        # One dtype: the matmul writes or adds right into the gradient.
         if grad.dtype == a.dtype:
             torch.mm(a, b, out=grad) if first else grad.addmm_(a, b)
         elif grad.dtype == torch.float32 and _sums_wide(a):
@@ -437,6 +448,7 @@ class Unit:
             else:
                 _aten.addmm.dtype_out(grad, a, b, grad.dtype, out=grad)
         else:
+            # No such kernel on this device: a product of its own, then a copy or a sum.
             product = torch.mm(a, b)
             grad.copy_(product) if first else grad.add_(product)
 
@@ -456,8 +468,10 @@ class Unit:
         assert full is not None, (
             f"unit {self.number} is summed and has no gradient"
         )
+        # A weight that no product has reached gets zeros: its memory is uninitialized.
         for name in tuple(self.fresh):
             self._before_adding(name, full)
+        # A later backward must not add to a buffer that is being summed.
         for parameter in self.parameters.values():
             parameter.grad = None
         shards, replica = self.groups.reduce, self.groups.replica
@@ -469,6 +483,7 @@ class Unit:
                 replica.all_reduce(full, wait=False),
                 lambda: self.summed(full, full),
             )
+        # `full` goes back to the pool after the wait.
         part = self.pool.take(self.part, self.precision.reduce)
         work = shards.reduce_scatter(part, full, wait=False)
         if not self.replicas_apart:
@@ -478,6 +493,7 @@ class Unit:
 
     def reduce_replicas(self) -> Work:
         """Start summing this rank's shard, already reduced, over its replicas."""
+        # HSDP: the oldest shard first, in the order in which `reduce` appended them.
         part = self.parts.pop(0)
         work = self.groups.replica.all_reduce(part, wait=False)
         return ChainedWork(work, lambda: self.summed(part, part))
@@ -485,6 +501,7 @@ class Unit:
     def sum_parts(self) -> Work:
         """Start adding gradients of tp ranks that did other work to this shard."""
         assert self.gradient is not None
+        # In the flat order these weights lie together, so one call takes a run of them.
         runs = [s for s in self.own_segments() if s.adds]
         parts = [
             (self.groups.also[s.adds], self.gradient[s.start : s.stop])
@@ -501,6 +518,7 @@ class Unit:
         if self.gradient is None:
             self.gradient = part
         else:
+            # A later reduction of the same step: add it, and free its buffer.
             self.gradient += part
             self.pool.give(part, keep=not self.alone)
 
@@ -548,6 +566,7 @@ class PlainUnit(Unit):
 
     def open(self) -> None:
         if not self._open:
+            # Autograd allocates this gradient, so the pool only counts it.
             self._open = True
             self.pool.count(self.numel, self.precision.reduce)
 

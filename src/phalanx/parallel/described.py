@@ -85,6 +85,7 @@ class _PieceTrial:
         self.model = model
         self.dtype = probe_dtype(model)
         elements = sum(weight.numel() for weight in model.weights.values())
+        # Fewer tokens for larger models: work is about parameters times tokens.
         tokens = min(_LONGEST, max(_SHORTEST, int(_WORK / max(1, elements))))
         entries = set(whole.arguments.values()) if whole else set()
         self.batch = _batch(model, entries, tokens, self.dtype)
@@ -99,6 +100,7 @@ class _PieceTrial:
 
     def run(self) -> ProbeRun:
         """Run the pieces one after the other, and check that their loss is a sum."""
+        # A sum doubles with every sequence twice; a mean would stay the same.
         twice = {name: torch.cat((x, x)) for name, x in self.batch.items()}
         try:
             pieces = run_pieces(self.model, self.batch)
@@ -139,6 +141,7 @@ class _Comparison:
             trial.batch,
         )
         self.weights, self.whole, self.pieces = trial.weights, whole, pieces
+        # The class computes with the very weights of the pieces.
         whole.bind(self.weights)
         for module in whole.module.modules():
             make_buffers(module)
@@ -155,9 +158,11 @@ class _Comparison:
             raise LayoutError(self._failure(notes.inside, error)) from error
         finally:
             notes.close()
+        # Modules before the loss: the first wrong one says more than a wrong loss.
         if wrong := self._other_values(notes.calls):
             raise LayoutError(f"{wrong} {self._way_out()}")
         own = self._backward(loss)
+        # A mean is accepted: its factor is known, so it only changes the scale.
         mean = self._is_mean(own, described)
         if wrong := self._other_loss(own, described, mean=mean):
             raise LayoutError(f"{wrong} {self._way_out()}")
@@ -186,6 +191,7 @@ class _Comparison:
         for name, weight in self.weights.items():
             if weight.requires_grad:
                 register: Any = weight.register_post_accumulate_grad_hook
+                # Keeps one number per row and frees the gradient.
                 hooks.append(register(_Collector(name, gradients)))
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -214,6 +220,7 @@ class _Comparison:
         """Name the first piece with other place or values in the class, or ""."""
         pieces = self.pieces
         numbers = {part: number for number, part in self.whole.parts.items()}
+        # In the order of the class's calls, restricted to modules that are pieces.
         own = [call for call in calls if call.module in numbers]
         ran = [numbers[call.module] for call in own]
         # A forward may do the work of a piece without calling its module: only results
@@ -263,6 +270,7 @@ class _Comparison:
                 f"the loss of the pieces is {described.loss:.10g}, summed over {count} tokens, and that of"
                 f" {self.whole.name} is {own.loss:.10g}, which is neither this sum nor its mean."
             )
+        # From the last weight, as the backward goes: the first difference is the cause.
         for name in reversed(self.weights):
             want = own.gradients.get(name)
             got = described.gradients.get(name)
@@ -271,6 +279,7 @@ class _Comparison:
             size = (
                 self.weights[name].shape[0] if self.weights[name].dim() else 1
             )
+            # No gradient at all counts as zeros, on either side.
             zeros = torch.zeros(size, dtype=self.dtype)
             want = zeros if want is None else want * factor
             if apart := self._apart(want, zeros if got is None else got):
@@ -282,6 +291,7 @@ class _Comparison:
 
     def _is_mean(self, own: _OwnRun, described: _OwnRun) -> bool:
         count = valid_count(self.batch)
+        # A sum over one token is its mean too, and counts as a sum.
         summed = self._close(own.loss, described.loss)
         return not summed and self._close(own.loss * count, described.loss)
 
@@ -326,10 +336,12 @@ def _batch(
         shape.vocab if shape else 2, (2, 2, length), generator=draw
     )
     targets = ids[1]
+    # Ignored targets tell a mean over valid tokens from one over all.
     targets[1, : length // 4] = IGNORED
     positions = torch.arange(length).repeat(2, 1)
     batch = {TOKENS: ids[0], TARGETS: targets, "positions": positions}
     if DOCUMENTS in entries:
+        # Two documents in the second row, with positions that start again.
         second = positions >= length // 2
         second[0] = False
         batch[DOCUMENTS] = second.long()
@@ -349,6 +361,8 @@ class _Collector:
         assert gradient is not None
         width = gradient.shape[-1] if gradient.dim() else 1
         generator = torch.Generator().manual_seed(width)
+        # The same vector in both runs: rows with equal products are equal, unless they
+        # differ by something orthogonal to it.
         vector = torch.randn(width, generator=generator, dtype=gradient.dtype)
         rows = (
             gradient.reshape(-1, width)

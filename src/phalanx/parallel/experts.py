@@ -72,6 +72,7 @@ class Choices:
 
     def sum(self, groups: Groups) -> Work:
         """Start summing over ranks with other tokens of the sequences or the batch."""
+        # A group is None if no router has that loss.
         both = (
             (groups.sequences, self.of_sequences),
             (groups.batch, self.of_batch),
@@ -111,6 +112,7 @@ class Exchange:
         Every rank has as many experts as the first; the last ranks may have fewer.
         """
         counts, size = bundle.pop("counts"), self.counts.size
+        # One rank holds all experts: a single run of tokens, and nothing to send.
         if size == 1:
             bundle["routes"] = counts.view(1, -1)
             return Work()
@@ -129,9 +131,12 @@ class Exchange:
         """Start sending a bundle's tokens into a piece, or their gradients out of it."""
         if self.tokens.size == 1:
             return Work()
+        # Tokens enter the piece of experts, or leave it for the piece behind it. The
+        # routes of both belong to the piece of experts.
         key = piece if piece in self.experts else piece - 1, microbatch
         if pending_counts := self.pending_counts.pop(key, None):
             # One read for both: the host waits here until the device has the counts.
+            # both: (2, ranks), the tokens sent to each rank and received from it
             both = torch.stack([counts.sum(1) for counts in pending_counts])
             self.routes[key] = Routes(*both.tolist())
         sends, takes = self.routes[key]

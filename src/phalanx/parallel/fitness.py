@@ -69,6 +69,7 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
         wrong.append(
             "transformers' own code cannot be compiled. Leave compile out."
         )
+    # Attention and the loss are looked at only where the table itself is right.
     if layout.seq and layout.tp > 1 and not wrong:
         wrong += _uncut(model)
     for prefix, piece in model.pieces:
@@ -82,6 +83,7 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
                 and path.rpartition(".")[2] == "core"
             ):
                 wrong += _core(model, name, module)
+    # dict.fromkeys: a module used by several pieces is reported once.
     return tuple(dict.fromkeys(wrong))
 
 
@@ -107,10 +109,12 @@ def _uncuttable(model: Model, layout: Layout) -> Iterator[str]:
         return
     cut = [axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1]
     dims = {dim for _, dims in model.rules.lines for dim in dims}
+    # tp is possible where a plan has given some dim to it.
     if layout.tp > 1 and not any(AXIS_OF.get(dim) == "tp" for dim in dims):
         cut.append("tp")
     cut += ["seq"] * layout.seq
     if cut:
+        # The plan's own reason, if it is tp alone that is refused.
         why = model.why_whole if cut == ["tp"] else ""
         yield (
             f"{' and '.join(cut)} of {layout}: {why or 'nothing says how this module is cut'}. Describe it"
@@ -124,6 +128,7 @@ def _uneven(model: Model, layout: Layout) -> Iterator[str]:
         dims = model.rules.dims(name, weight.dim())
         for dim, size in zip(dims, weight.shape, strict=True):
             units = model.counts.get(dim, size)
+            # Fewer KV heads than ranks are repeated, if they divide the ranks.
             repeated = dim == "kv" and layout.tp % units == 0
             if AXIS_OF.get(dim) == "tp" and units % layout.tp and not repeated:
                 yield f"{layout}: tp{layout.tp} does not divide {units} {dim} of {name}."
@@ -141,6 +146,7 @@ def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
         )
     if isinstance(module, nn.Embedding):
         yield from _embedding(name, module)
+    # Meta buffers have no values, and nothing else could compute them.
     empty = [
         key
         for key, x in module._buffers.items()
@@ -152,6 +158,7 @@ def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
             " model is created on the meta device, where a buffer has no values. Add the method, or"
             " compute the values in the forward."
         )
+    # torch's parametrizations replace the weight by a computed attribute.
     if type(module) is nn.Linear and "weight" not in module._parameters:
         yield (
             f"the weight of {name} is computed from other parameters by a hook (weight_norm,"
@@ -227,6 +234,7 @@ def _replaced(
         type(module).__name__,
         {"weight", "bias"} if linear else {"weight"},
     )
+    # Only what the replacement copies: weight, bias and an adapter.
     owned |= {"lora"} if adapted else set()
     if not isinstance(module, plain):
         if cut_first:
@@ -235,6 +243,7 @@ def _replaced(
                 f" how nn.Linear and nn.Embedding use it.{way_out}"
             )
             return
+    # A class that overrides the forward computes something that tp would leave out.
     elif (
         type(module).forward is not plain.forward
         or type(module).__call__ is not plain.__call__
@@ -268,6 +277,7 @@ def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
             " 'loss' to take them. Put the loss there, or name the vocabulary's dim '-'."
         )
         return
+    # Seven logits for five tokens, one of them ignored, against torch's own sum.
     logits = (
         torch.linspace(-3, 4, 35, dtype=torch.float64).sin().view(1, 5, 7) * 3
     )
@@ -302,6 +312,7 @@ def _uncut(model: Model) -> Iterator[str]:
                     for n in linears
                     for dim in model.rules.dims(f"{own}.{n}.weight")
                 ]
+                # tp has no part in this attention, which would see T / tp tokens.
                 if dims and not any(AXIS_OF.get(dim) == "tp" for dim in dims):
                     yield (
                         f"{prefix}.{path} attends with all of its heads on every rank of tp, but"
@@ -330,6 +341,7 @@ def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
     kv = model.counts.get("kv", heads)
     size = model.shape.head_dim if model.shape else 8
     length = min(model.shape.sequence if model.shape else 16, 1024)
+    # A trial on random values against the core that would replace it.
     draw = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, length, n, size, generator=draw, dtype=torch.float64)
@@ -349,6 +361,7 @@ def _differs(
     module: nn.Module, inputs: tuple[Tensor | None, ...], want: Tensor
 ) -> str:
     """Call a module and explain why it does not return `want`, or return ""."""
+    # A module with hooks or weights does more than its values here can show.
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "it has hooks"
     if next(module.parameters(), None) is not None:

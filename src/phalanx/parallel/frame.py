@@ -73,6 +73,7 @@ class Frame:
             return call()
         except Reached as end:
             return end.x
+        # An empty table: nothing of a piece stays reachable after its run.
         finally:
             self.running = {}
 
@@ -105,6 +106,7 @@ def take_out(
     outer: dict[str, nn.Module] = {}
     for owner in path:
         for child_name, child in list(owner.named_children()):
+            # Modules without weights stay, and run again for each piece.
             if child is blocks or child in path or not [*child.parameters()]:
                 continue
             name = named(owner, child_name)
@@ -122,6 +124,7 @@ def around_blocks(
     order: Sequence[Key], outer: Mapping[str, nn.Module]
 ) -> Around:
     """Sorts the modules around the blocks by the order in which a forward has called all of them."""
+    # Blocks must be 0, 1, 2, ... with nothing between the first and the last.
     numbers = [key for key in order if isinstance(key, int)]
     count = 1 + max(numbers, default=-1)
     places = [place for place, key in enumerate(order) if isinstance(key, int)]
@@ -134,6 +137,7 @@ def around_blocks(
         }
     )
     first = places[0]
+    # A module called on both sides would need its weights in two pieces.
     parts = set(order[:first]), set(order[first:])
     unused = ", ".join(outer.keys() - set(order))
     refuse(

@@ -88,11 +88,13 @@ class Groups:
 
 def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
     """The layout's data-parallel axes, without those that shard the unit's weights."""
+    # dp counts as its two parts, so that a weight may be sharded over one of them.
     parts = {"dp": ("dp.replicate", "dp.shard")}
     axes = [
         tuple(part for axis in chosen for part in parts.get(axis, (axis,)))
         for chosen in (layout.shard_axes, layout.replica_axes)
     ]
+    # The axes that shard each weight of the unit; experts are sharded over ep.
     cuts = [
         {
             axis
@@ -140,6 +142,8 @@ def open_groups(
         raise LayoutError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; {world.size} were started."
         )
+    # The order of the calls below is the order in which every rank opens its
+    # communicators, so it must not depend on the rank.
     mesh, everyone = (
         layout.mesh,
         world.split(prefix + "everyone", [tuple(range(world.size))]),
@@ -175,6 +179,7 @@ def open_groups(
         sequences=sequences,
         batch=batch,
         tp=along("tp", "tp"),
+        # Only neighbours in the ring send to each other.
         ring=world.split(
             prefix + "ring",
             mesh.groups(["cp.ring"]),
@@ -207,6 +212,7 @@ def _open_units(
         ("replica", (everyone.ranks,)): everyone
     }
 
+    # Groups with the same name and ranks are one communicator, whatever the unit.
     def shared(name: str, ranks: Ranks) -> Group:
         number = sum(known == name for known, _ in opened)
         if (name, ranks) not in opened:
@@ -218,6 +224,7 @@ def _open_units(
     # Apart from the regions' group, so that no sum comes between two messages of a
     # region.
     heads = model.counts.get("kv", 0)
+    # With tp > kv_heads, `same` neighbouring ranks of tp hold one KV head.
     same = layout.tp // heads if heads and layout.tp > heads else 1
     over_tp = mesh.groups(["tp"])
     whole = {
@@ -234,6 +241,7 @@ def _open_units(
 
     def groups_of(unit: int) -> UnitGroups:
         axes = unit_axes(model, layout, unit)
+        # Unit n + pieces holds the experts of piece n, and no tied weight.
         users = program.users(unit) if unit < len(model.pieces) else ()
         stages = {program.host[piece] for piece in users}
         matrices = scales = None
@@ -273,6 +281,7 @@ def _open_whole(
     ranks that share experts hold different ones.
     """
     mesh = layout.mesh
+    # Nothing is sharded: all ranks with the same weights are replicas.
     alone = world.split(f"{prefix}alone", mesh.groups(()))
     every = mesh.groups(("dp", "cp", "ep"))
     opened: dict[Ranks, Group] = {every: count}
@@ -311,6 +320,7 @@ def _stages(pipelines: Ranks, stages: set[int]) -> Ranks:
     together = stages if len(stages) > 1 else set[int]()
     groups: list[tuple[int, ...]] = []
     for pipeline in pipelines:
+        # Stages in ascending order, as a split asks for.
         groups += [
             (rank,)
             for stage, rank in enumerate(pipeline)

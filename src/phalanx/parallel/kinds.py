@@ -20,6 +20,7 @@ def alike(model: Model) -> tuple[int, ...]:
     every = (
         _signature(model, number, names) for number in range(len(model.pieces))
     )
+    # setdefault numbers a new signature with the count of the ones before it.
     return tuple(
         kinds.setdefault(signature, len(kinds)) for signature in every
     )
@@ -36,6 +37,7 @@ def _signature(
     module = model.pieces[number][1]
     parts = []
     for path, child in module.named_modules():
+        # Sizes, words and functions; weights and buffers follow below.
         facts = tuple(
             (key, _hashable(value))
             for key, value in sorted(vars(child).items())
@@ -56,6 +58,7 @@ def _signature(
             for key, b in child.named_buffers(recurse=False)
         )
         parts.append((path, type(child), facts, weights, buffers))
+    # The first and the last piece have edges of their own, whatever their modules.
     edge = number == 0, number == len(model.pieces) - 1
     tied = tuple(unit for piece, unit in model.tied if piece == number)
     return (*edge, tied, tuple(parts))
@@ -78,6 +81,7 @@ def _hashable(value: Any) -> Any:
         return tuple(map(_hashable, value))
     if not isinstance(value, FunctionType):
         return value
+    # Two lambdas of one line have the same code; what they captured tells them apart.
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     return value.__code__, tuple(
         _hashable(x) if _plain(x) else id(x) for x in cells

@@ -31,6 +31,7 @@ def load_model(text: str) -> Model:
     arguments = arguments_of(text, LayoutError)
     make = maker_with(getattr(module, name), arguments, vars(module))
     describe = getattr(module, "describe", None)
+    # Nothing could refill the buffers, so only parameters are on meta.
     if describe is None:
         with running(path, LayoutError), parameters_on_meta():
             instance = make()
@@ -38,6 +39,7 @@ def load_model(text: str) -> Model:
         return as_it_is(
             instance, make, plan(instance) if callable(plan) else plan
         )
+    # A described model refills its buffers in `reset_buffers`, so all is on meta.
     with running(path, LayoutError), torch.device("meta"):
         instance = make()
         made = describe(instance)

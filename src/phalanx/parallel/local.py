@@ -100,9 +100,11 @@ def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
                 " describe the model (docs/bring-your-model.md); or use no pp."
             )
         return (range(count),)
+    # Parameters stand for work, and 1 counts a piece without any.
     work = [1] * count
     for name, weight in model.weights.items():
         work[model.unit_of[name] % count] += weight.numel()
+    # Blocks are balanced; the embedding joins the first stage, the head the last.
     blocks = stage_blocks(layout, "the model", work)
     ends = [0, *(1 + block for block in accumulate(blocks))]
     ends[-1] = count  # the head goes with the last stage
@@ -153,6 +155,7 @@ def build_local(
         for p in role.pieces
     }
     taken = {name for piece in pieces.values() for name in piece.takes}
+    # Derived tensors that no piece of this rank takes are not computed here.
     derived = {
         name: _at_dtype(make, precision.compute)
         for name, make in model.derived.items()
@@ -254,8 +257,10 @@ class _UnitMaker:
     def _unit(
         self, number: int, weights: Sequence[Weight], *, frozen: bool
     ) -> Unit:
+        # Experts are numbered behind the pieces; see `Model.unit_of`.
         piece = number % self.count
         groups = self.groups.units[number]
+        # ZeRO-1 and 2 keep frozen weights whole on each rank.
         if frozen and self.groups.whole is not None:
             groups = self.groups.whole[number]
         given: Any = (number, weights, groups, self.pool, self.precision)
@@ -266,6 +271,7 @@ class _UnitMaker:
             "frozen": frozen,
             "piece": piece,
         }
+        # 8-bit gathers only save something where a gather has other ranks to reach.
         in_8_bits = self.narrow & {weight.name for weight in weights}
         if in_8_bits and groups.gather.size > 1:
             return NarrowUnit(*given, narrow=in_8_bits, **terms)
@@ -299,6 +305,7 @@ def _edge(
 ) -> Bundle:
     """Empty tensors in the shapes of a piece's inputs."""
     if model.edges:
+        # Tensors in the weights' dtype take the run's precision, others keep theirs.
         own = next(iter(model.weights.values())).dtype
         edges = model.edges(piece, batch)
         like = {
@@ -353,6 +360,7 @@ def _piece(
     )
     if layout.compile and device.type != "meta" and not apart:
         refuse_uncompiled(device)
+        # Blocks only: the first and the last piece are never recomputed selectively.
         again = (
             layout.recompute == "selective" and 0 < piece < program.pieces - 1
         )
@@ -381,6 +389,7 @@ def _place(
     device: torch.device,
 ) -> None:
     """Replace the model's parameters by the units', and create its buffers."""
+    # By identity: the modules still hold the parameters that the model was made with.
     originals = {parameter: name for name, parameter in model.weights.items()}
     every = [unit for each in units.values() for unit in each]
     bound = {name: p for unit in every for name, p in unit.parameters.items()}
@@ -390,6 +399,7 @@ def _place(
             for key, parameter in list(child._parameters.items()):
                 if parameter is not None:
                     child._parameters[key] = bound[originals[parameter]]
+            # Meta buffers have no values: allocate whole, reset, then shard.
             buffers = {
                 key: x for key, x in child._buffers.items() if x is not None
             }
@@ -435,6 +445,7 @@ def _fill_from(
     def taken(name: str, dtype: torch.dtype, part: _Part) -> Tensor:
         rows, columns = part
         whole = values[name].detach()
+        # All dims but the last form the rows, as in `Weight.rows`.
         wide = whole.shape[-1] if whole.dim() else 1
         chosen = whole.reshape(-1, wide)[rows.to(whole.device)]
         return chosen[:, columns].to(dtype).contiguous()
@@ -453,12 +464,14 @@ def _fill(
         for weight, begin, stop, at in unit.entries():
             if chosen(weight.name):
                 wide = weight.local[-1] if weight.local else 1
+                # The shard may begin inside a row: whole rows are drawn, then cut.
                 rows = weight.rows[begin // wide : -(-stop // wide)]
                 box = (
                     rows[rows > 0] - 1,
                     weight.box[-1] if weight.box else slice(1),
                 )
                 part = part_of(weight.name, unit.precision.master, box)
+                # Zeros for the rows and columns that only pad the shard.
                 if part.shape != (len(rows), wide):
                     padded = part.new_zeros(len(rows), wide)
                     padded[rows > 0, : part.shape[1]] = part
@@ -466,4 +479,5 @@ def _fill(
                 unit.home[at : at + stop - begin] = part.view(-1)[
                     begin % wide :
                 ][: stop - begin]
+        # Gathers the other shards, so every rank fills its units in one order.
         unit.bring_up()

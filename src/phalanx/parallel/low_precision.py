@@ -45,6 +45,7 @@ class Rounded(NamedTuple):
     def restored(self, dtype: torch.dtype) -> Tensor:
         """The values that the matmul uses: rounded numbers times their scales."""
         scales = self.of_rows().to(dtype)
+        # Each scale stands for `run` elements: (..., m, k / run) to (..., m, k).
         if self.run < self.numbers.shape[-1]:
             scales = (
                 scales.unsqueeze(-1)
@@ -81,6 +82,7 @@ def rounded(
     parts = _in_runs(x, run)  # (..., m, k / run, run)
     largest = largest_of(x, run, square=square) if largest is None else largest
     factor, scales = _scales(largest, most, power)
+    # factor: one for each run of each row, as `parts` has them
     if square:
         factor = factor.repeat_interleave(run, 0)[: len(x)]
     # To float32 first: rounding float64 straight to the format would give other values.
@@ -99,11 +101,14 @@ def _scales(
     if power:
         # A float8_e8m0fnu is the exponent of a float32; 255 means infinity or NaN.
         bits = largest.float().view(torch.int32) >> 23
+        # frexp's exponent is floor(log2(most)) + 1.
         stored = torch.where(
             bits < 255, (bits - math.frexp(most)[1] + 1).clamp(min=0), 255
         )
+        # The reciprocal of the scale 2^(stored - 127), by its exponent bits
         factor = ((254 - stored) << 23).view(torch.float32)
         return factor, stored.to(torch.uint8).view(torch.float8_e8m0fnu)
+    # Divided in float64 and rounded once.
     factor = (most / largest.double().clamp(min=_LEAST)).float()
     return factor, factor.reciprocal()
 
@@ -125,6 +130,7 @@ def largest_of(x: Tensor, run: int, *, square: bool) -> Tensor:
         return largest
     m = len(largest)
     return (
+        # (m, k / run) to (m / run, run, k / run), of which the middle is reduced
         F.pad(largest, (0, 0, 0, -m % run)).view(-(-m // run), run, -1).amax(1)
     )
 
@@ -139,6 +145,7 @@ def product(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
         )
     if a.numbers.is_cuda and out != torch.float64 and _takes(a, b):
         return _on_device(a, b, out)
+    # (m, sequences * k): one matmul sums over all sequences
     x, y = (
         z.restored(torch.promote_types(out, torch.float32))
         .movedim(-2, 0)
@@ -167,6 +174,7 @@ class EightBits:
         return self.traits.square
 
     def forward(self, x: Tensor, weight: Tensor | Narrow) -> Tensor:
+        # x: (tokens, in), weight: (out, in); the sum is over in
         a = rounded(x.flatten(0, -2), self.traits.forward, **self.shared)
         y = product(a, self._weight(weight), x.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -174,6 +182,7 @@ class EightBits:
     def input_gradient(
         self, gradient: Tensor, weight: Tensor | Narrow
     ) -> Tensor:
+        # gradient: (tokens, out), weight.mT: (in, out); the sum is over out
         a = rounded(
             gradient.flatten(0, -2), self.traits.gradient, **self.shared
         )
@@ -198,6 +207,7 @@ class EightBits:
     def _weight(self, weight: Tensor | Narrow) -> Rounded:
         if isinstance(weight, Narrow):
             (numbers, scales), run = weight, self.traits.run
+            # Complete the last run with zeros, which change no sum.
             if short := -numbers.shape[-1] % run:
                 numbers = F.pad(numbers.view(torch.uint8), (0, short)).view(
                     numbers.dtype
@@ -267,6 +277,7 @@ def refuse_without_kernels(word: str, device: torch.device) -> None:
         return
     has = torch.cuda.get_device_capability(device)
     traits = MATMULS[word]
+    # mxfp8 is Blackwell's, fp8:tile Hopper's, and plain fp8 came with Ada.
     fits = (
         has >= (10, 0)
         if traits.power
@@ -303,6 +314,7 @@ def _takes(a: Rounded, b: Rounded) -> bool:
 
 def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
     """Multiply with `scaled_mm`, which returns bfloat16; one call for each sequence."""
+    # Several sequences have scales of their own, so each is a matmul, summed in `out`.
     if a.numbers.dim() > 2:
         y = a.numbers.new_zeros(
             a.numbers.shape[-2], b.numbers.shape[-2], dtype=out

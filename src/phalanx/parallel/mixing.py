@@ -61,6 +61,7 @@ def refuse_mixing(
     model: Model, layout: Layout, batch: Mapping[str, Tensor] | None = None
 ) -> None:
     """Raise a LayoutError with every module that would receive too few tokens."""
+    # A wrong plan for tp would make any trial differ, so it is refused first.
     if model.as_it_is and layout.tp > 1:
         tokens = min(
             _SHORTEST, model.shape.sequence if model.shape else _SHORTEST
@@ -72,11 +73,13 @@ def refuse_mixing(
 
 def mixing(model: Model, layout: Layout) -> tuple[str, ...]:
     """A sentence for each way in which a layout separates tokens that are mixed."""
+    # Built-in pieces need no trial: tests compare them with one process.
     if all(
         type(piece).__module__.startswith("phalanx.models.")
         for _, piece in model.pieces
     ):
         return ()
+    # One trial for each way to shard tokens, kept while the model lives.
     found = _known.setdefault(model, {})
     trials = tuple(_trials(layout))
     for trial in trials:
@@ -127,8 +130,10 @@ class _Trial:
             sum(p.numel() for p in piece.parameters())
             for _, piece in few.pieces
         ]
+        # A piece's multiply-adds are about its parameters times the tokens.
         tokens = min(_LONGEST, max(_SHORTEST, int(_WORK / max(1, *sizes))))
         tokens = min(tokens, few.shape.sequence if few.shape else _SHORTEST)
+        # A whole number of equal parts, so that no padding blurs the comparison.
         tokens -= tokens % time_multiple(layout)
         dtype = probe_dtype(few)
         weights = {
@@ -160,6 +165,7 @@ class _Trial:
                 f"The model cannot be tried on one process: {text}"
             )
         found = self._difference(whole)
+        # Without seq the same table must be right, or the mistake is not one of tokens.
         plain = replace(self, layout=replace(self.layout, seq=False))
         if not found or (self.layout.seq and plain._difference(whole)):
             # A table that is wrong in every layout with tp is left to `verify`.
@@ -212,12 +218,14 @@ class _Trial:
         at |= layout.mesh.coordinates(world.rank)
         every, alone = [range(world.size)], [[n] for n in range(world.size)]
 
+        # Each of tp, ring and ulysses is all ranks of the trial, or one rank alone.
         def group(name: str, size: int) -> Any:
             return world.split(name, every if size > 1 else alone)
 
         groups: Any = SimpleNamespace(tp=group("trial tp", layout.tp))
         ring = group("trial ring", layout.mesh.of("cp.ring"))
         ulysses = group("trial ulysses", layout.mesh.of("cp.ulysses"))
+        # From here on as `build_local` does it, without units.
         held = cut_weights(model, layout, at)
         install_context(model, layout, ring, ulysses)
         install_regions(model, layout, groups)
@@ -228,6 +236,7 @@ class _Trial:
 
     def _compare(self, whole: ProbeRun, ranks: list[ProbeRun]) -> None:
         """Raise a _Difference for the first piece that a rank computes differently."""
+        # Later pieces only carry on the first difference.
         for piece, (name, module) in enumerate(self.model.pieces):
             last = piece == len(self.model.pieces) - 1
             for rank, run in enumerate(ranks):
@@ -268,7 +277,9 @@ def _culprit(
     whole: list[ModuleCall], own: list[ModuleCall], times: Tensor
 ) -> ModuleCall | None:
     """The innermost module with the right input and a wrong output."""
+    # Reversed, so that a module's first call is the one that stays.
     there = {call.path: call for call in reversed(whole)}
+    # Calls are noted at their end, so inner modules come first.
     for call in own:
         want = there.get(call.path)
         if (
@@ -279,6 +290,7 @@ def _culprit(
             continue
         for key, x in want.gave.items():
             got = call.gave.get(key)
+            # Only an output that is cut along time can be compared with the whole one.
             cut = (
                 x.dim() > 1
                 and got is not None

@@ -117,6 +117,7 @@ class Model:
     @cached_property
     def weights(self) -> dict[str, nn.Parameter]:
         """Every parameter once, under the first name by which the model refers to it."""
+        # A tied weight is met again under other names, which setdefault leaves out.
         first: dict[nn.Parameter, str] = {}
         for prefix, module in self.pieces:
             for name, parameter in module.named_parameters():
@@ -144,6 +145,7 @@ class Model:
             routed = {
                 name for name in mine if "experts" in self.rules.dims(name)
             }
+            # A piece of experts alone is one unit under its own number.
             beside = len(self.pieces) if len(routed) < len(mine) else 0
             for name in mine:
                 units.setdefault(name, piece + beside * (name in routed))
@@ -161,6 +163,7 @@ class Model:
             for piece, (_, module) in enumerate(self.pieces)
             for parameter in module.parameters()
         )
+        # Without the piece that owns the unit.
         return tuple(
             dict.fromkeys((p, unit) for p, unit in pairs if p != unit % count)
         )
@@ -181,10 +184,12 @@ class Model:
         ]
         open_ended = len(names) < len(signature)
         shared: tuple[str, ...] = ()
+        # **kwargs: whatever the blocks of a decoder share.
         if open_ended:
             shared = ("positions", "documents", "noise")
         if getattr(self.pieces[piece][1], "takes_batch", False):
             shared = (EVERY,)
+        # Without `self`, whose place the first name has.
         return (*names[1:], *shared)
 
 
@@ -216,6 +221,7 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
             return _freeze(model, shape)
         plain = decoder_of(shape, dropout=dropout)
         pieces, rules = decoder.describe(plain)
+        # The adapters' rules come first, and the first matching line counts.
         rules = _adapt(plain, Rules.parse(rules), shape) + rules
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
     made = Model(
@@ -227,6 +233,7 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
         derived=plain.derived,
     )
     made = _freeze(made, shape)
+    # The router's bias moves by the sign of its gradient, at a rate of its own.
     balanced = (
         n
         for n in made.weights
@@ -257,7 +264,10 @@ def _adapt(model: Decoder, rules: Rules, shape: Shape) -> str:
             continue
         adapt(module, shape.lora_r, shape.lora_alpha)
         out, into = rules.dims(f"layers.{name}.weight")
+        # Beside a sharded weight the adapter's rank dim is whole, but ranks did other
+        # work with it; see LORA in `layout/rules.py`.
         rank = LORA if {out, into} & AXIS_OF.keys() else "-"
+        # One pattern covers all blocks, so the first block's lines are enough.
         if block == "0":
             lines += [f"layers.*.{path}.lora.a.weight : {rank} {into}\n"]
             lines += [f"layers.*.{path}.lora.b.weight : {out} {rank}\n"]
@@ -304,20 +314,25 @@ def start(
     start from the same weights.
     """
     shape = model.weights[name].shape
+    # high x wide: the weight as a matrix, with all dims but the last as its rows
     high, wide = shape[:-1].numel(), shape[-1] if shape else 1
     known = model.draw is _draw or isinstance(
         getattr(model.draw, "__self__", 0), Decoder | DeepMlp
     )
+    # Tiles of `down` x `across` elements, at most COLUMNS wide and NUMBERS large.
     tiled = known and len(shape) > 1 and not is_lora(name)
     across = min(wide, COLUMNS) if tiled else wide
     down = NUMBERS // across if tiled else high
     rows, columns = part or (torch.arange(high), slice(wide))
+    # A class that draws its own weights draws all of them; the part is cut from these.
     if model.own_start is not None:
         whole = model.own_start(seed)[name]
         chosen = whole.reshape(high, wide)[rows][:, columns]
         return (chosen if part else chosen.view(shape)).to(dtype).contiguous()
     left, right, _ = columns.indices(wide)
     out = torch.empty(len(rows), right - left)
+    # Tile row by tile row, only those that the part touches. `rows` ascends, so the
+    # part's rows in a tile are one run.
     for i in (rows // down).unique_consecutive().tolist():
         here = slice(
             *torch.searchsorted(
@@ -326,6 +341,7 @@ def start(
         )
         for j in range(left // across, -(-right // across)):
             size = min(down, high - i * down), min(across, wide - j * across)
+            # Seeded by the seed, the name and the tile: the same in every layout.
             number = i * -(-wide // across) + j
             key = hashlib.sha256(
                 f"{seed}:{name}{f':{number}' * (number > 0)}".encode()
@@ -335,6 +351,7 @@ def start(
             )
             tile = torch.empty(size if tiled else shape)
             (draw_lora if is_lora(name) else model.draw)(name, tile, generator)
+            # The overlap of the tile's columns with the part's.
             first, last = (
                 max(left, j * across),
                 min(right, j * across + size[1]),

@@ -79,6 +79,7 @@ class NarrowUnit(Unit):
         super().__init__(number, weights, groups, pool, precision, **more)
         assert isinstance(precision.matmul, EightBits)
         self.matmul, self.run = precision.matmul, precision.matmul.traits.run
+        # (out / run, in / run) for a matrix in tiles, the whole shape for other weights
         shapes = {
             w.name: self._squares(w.local) if w.name in narrow else w.local
             for w in weights
@@ -126,6 +127,7 @@ class NarrowUnit(Unit):
             own[at : at + stop - start] = numbers[
                 before : before + stop - start
             ]
+        # Sent as plain bytes: not every backend knows fp8.
         whole = self._take().view(torch.uint8)
         return self.groups.gather.all_gather(
             whole, own, still=True, wait=False
@@ -151,6 +153,7 @@ class NarrowUnit(Unit):
 
     @torch.no_grad()
     def _rescale(self) -> None:
+        # Every rank derives the same scales from the agreed maxima.
         for name, scales in self.scales.items():
             scales.copy_(self.matmul.scales(self.views[name]))
 
@@ -171,6 +174,7 @@ class NarrowUnit(Unit):
             if name not in self.narrow:
                 continue
             square = columns * self.run  # elements in a row of tiles
+            # Maxima are of whole tiles, so the rows begin with the first one's.
             first, before = divmod(entry.start, square)
             rows = part.new_zeros(
                 -(-entry.stop // columns) - first * self.run, columns
@@ -187,6 +191,7 @@ class NarrowUnit(Unit):
         self._bind_others()
 
     def _bind(self, buffer: Tensor) -> None:
+        # Only matrices view the gathered buffer; the other weights view `common`.
         self.buffer = buffer
         for weight, offset in zip(self.order, self.offsets, strict=True):
             if weight.name in self.narrow:

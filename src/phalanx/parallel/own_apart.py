@@ -53,6 +53,7 @@ class _Given:
     def shape_for(self, took: torch.Size) -> tuple[int, ...]:
         """The shape for another input: its first sizes are the input's as far as they were in the
         example."""
+        # Leading dims shared with the input follow it: (B, T) to (B, T, hidden).
         alike = 0
         for a, b in zip(self.took, self.shape, strict=False):
             if a != b:
@@ -90,6 +91,7 @@ class WeightOutside(Tensor):
         if func in cls._FACTS:
             plain: Any = super().__torch_function__
             return plain(func, types, args, kwargs or {})
+        # Anything but a fact needs values, which this piece does not have.
         every = tree_leaves((args, kwargs))
         outside = next(x for x in every if isinstance(x, WeightOutside))
         raise LayoutError(outside.reason)
@@ -109,8 +111,10 @@ class OwnFrame(Frame):
 
     def passed_by(self, key: Key, args: Any, kwargs: Any) -> Any:
         x = _first_tensor(args, kwargs)
+        # A block of another piece passes its activations on unchanged.
         if isinstance(key, int):
             return x
+        # A module around the blocks gives zeros that take no memory.
         known = self.given[key]
         zero = x.new_zeros((), dtype=known.dtype)
         return zero.expand(known.shape_for(x.shape))
@@ -127,6 +131,7 @@ class OwnFrame(Frame):
         self, running: Running, batch: Batch, own: nn.Module | None = None
     ) -> Any:
         """Runs the forward. `own` is the first piece, if that runs: it has the bare weights."""
+        # Only the first piece has the bare weights; the others get zeros.
         for owner, key, name in self.bare:
             weight = None if own is None else own._parameters[name]
             owner._parameters[key] = self._nothing(owner, key, batch, weight)
@@ -209,6 +214,7 @@ class OwnHead(_OwnOuter):
         self.last = last
 
     def forward(self, x: Tensor, /, **batch: Tensor) -> Any:
+        # The last block's stand-in gives x; everything before it runs on zeros.
         return self.frame.run(
             self.running(self.last, lambda *_, **__: x), batch
         )
@@ -216,11 +222,13 @@ class OwnHead(_OwnOuter):
 
 def _block_forward(self: Any, x: Tensor, /, **batch: Tensor) -> Tensor:
     """A block as a piece: with the other arguments that the forward around it makes."""
+    # No tensor beside the activations: the block runs without the frame.
     if self._alone is not None:
         args, kwargs = self._alone
         y: Tensor = self.theirs(x, *args, **kwargs)
         return y
 
+    # The frame runs up to this block and is left there with the block's output.
     def block(first: Tensor, *args: Any, **kwargs: Any) -> None:
         first = first if self._after_other else x
         raise Reached(self.theirs(first, *args, **kwargs))
@@ -291,10 +299,13 @@ def _taken_apart(module: nn.Module, example: Batch, plan: Plan) -> Apart:
     def named(owner: nn.Module, child: str) -> str:
         return f"{names[owner]}.{child}".lstrip(".").replace(".", "_")
 
+    # 1. Replace the blocks and the modules around them by stand-ins.
     frame = OwnFrame(module)
     outer = take_out(frame, path, layers, named)
+    # 2. Run the whole once on meta to learn the order of calls and every shape.
     trial = _RunOnMeta(frame, blocks, outer)
     around = around_blocks(trial.run(example), outer)
+    # 3. Translate the plan for tp. If it does not fit, the blocks stay whole.
     children = [
         f"{names[layers]}.{child}" for child, _ in layers.named_children()
     ]
@@ -304,6 +315,7 @@ def _taken_apart(module: nn.Module, example: Batch, plan: Plan) -> Apart:
         cuts = planned_cuts(listed, plan, trial.calls, frame)
     except UncutError as error:
         why_whole = str(error)
+    # 4. Make each block a piece by changing its class alone.
     for number, block in enumerate(blocks):
         own_kind: Any = type(block)
         block.__class__ = _block_class(own_kind)
@@ -312,6 +324,7 @@ def _taken_apart(module: nn.Module, example: Batch, plan: Plan) -> Apart:
         block.__dict__["_after_other"] = number in trial.after_other
         # a frame is left by an exception
         block.__dict__["uncompiled"] = alone is None
+    # 5. Give the first piece the weights that belong to no module around the blocks.
     embed = OwnEmbed(frame, around.before)
     for owner, key, weight in bare:
         name = named(owner, key)
@@ -320,6 +333,7 @@ def _taken_apart(module: nn.Module, example: Batch, plan: Plan) -> Apart:
     head = OwnHead(frame, around.after, len(blocks) - 1)
     inner = tuple((f"blocks.{n}", block) for n, block in enumerate(blocks))
     pieces = (("embed", embed), *inner, ("head", head))
+    # 6. Describe the activations between pieces, and list each weight as whole.
     given = next(iter(arguments_for(module.forward, example).values()))
     known = _Given(given.shape, trial.edge.shape, trial.edge.dtype)
     edges = _Edges(frame, known)
@@ -327,6 +341,7 @@ def _taken_apart(module: nn.Module, example: Batch, plan: Plan) -> Apart:
     for prefix, piece in pieces:
         for name, x in (*piece.named_parameters(), *piece.named_buffers()):
             lines[f"{prefix}.{name} : {' '.join('-' * x.dim())}"] = None
+    # The plan's lines come first, and the first matching line counts.
     rules = _sharded(listed, cuts) + list(lines)
     counts = {
         dim: number
@@ -371,6 +386,7 @@ def blocks_of(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
             continue
         children = list(each.children())
         size = sum(x.numel() for x in each.parameters())
+        # The largest list of one class: a list inside a block has fewer parameters.
         alike = len({type(child) for child in children}) == 1
         if name and len(children) > 1 and alike and size > most:
             best, most = name, size
@@ -436,6 +452,7 @@ class _RunOnMeta:
         first = next(
             iter(arguments_for(self.frame.module.forward, meta).values())
         )
+        # Note lookups in tables, and the calls with which a plan is tried.
         seen = _LossSeen()
         hooks = [
             module.register_forward_pre_hook(partial(self._looked_up, first))
@@ -473,8 +490,10 @@ class _RunOnMeta:
         """Notes how many rows the tables of tokens and of positions have."""
         assert isinstance(table, nn.Embedding)
         rows, time = table.num_embeddings, args[0].shape[-1]
+        # The argument itself is looked up: the table of tokens.
         if args[0] is first:
             self.words = rows
+        # Something else of the length of a sequence is: the table of positions.
         elif first.dim() > 1 and time == first.shape[1] and rows >= time:
             self.places = rows
 
@@ -487,6 +506,7 @@ class _RunOnMeta:
             for key, x in owner._buffers.items()
             if x is not None and not isinstance(owner, StandIn)
         ]
+        # A table with values cannot meet tensors on meta, so it waits outside.
         for owner, key, x in tables:
             owner._buffers[key] = torch.empty_like(x, device="meta")
         try:
@@ -513,9 +533,11 @@ class _RunOnMeta:
                 ),
             }
         )
+        # What the block before gave was changed on the way, for example by a residual.
         if number and args[0] is not self.last:
             self.after_other.add(number)
         self.last = y
+        # Arguments without tensors are the same in each step.
         others = args[1:], kwargs
         tensors = [
             x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)
@@ -533,6 +555,7 @@ class _RunOnMeta:
             raise LayoutError(
                 f"its module {name} returns a {type(y).__name__}"
             )
+        # The output's shape in the example, for the stand-in's zeros.
         took = _first_tensor(args, kwargs)
         self.frame.given[name] = _Given(took.shape, y.shape, y.dtype)
         return y
@@ -569,6 +592,7 @@ def refuse_other_pieces(
     with torch.no_grad():
         whole = module(**arguments_for(module.forward, example))
         (_, embed), *blocks, (_, head) = model.pieces
+        # The pieces one after the other, as ranks of a pipeline would run them.
         x = embed(**example)
         for _, block in blocks:
             x = block(x, **example)

@@ -37,6 +37,7 @@ def maker_with(
     name = getattr(kind, "__name__", "the model")
     parameters = inspect.signature(kind).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # Arguments of the constructor itself, and those for its configuration.
     own = {
         key: x
         for key, x in arguments.items()
@@ -48,6 +49,7 @@ def maker_with(
         for key, p in parameters.items()
         if p.default is p.empty and p.kind not in _OPEN and key not in own
     ]
+    # One required argument is left: it may be a configuration that takes the others.
     if len(missing) == 1 and (
         config := _config_of(missing[0], name, others, beside)
     ):
@@ -71,10 +73,12 @@ def _config_of(
 ) -> Any:
     """The class of a model's configuration; None if there is none."""
     annotated = parameter.annotation
+    # An annotation in quotes, or under `from __future__ import annotations`.
     if isinstance(annotated, str):
         annotated = beside.get(annotated)
     if isinstance(annotated, type) and annotated is not parameter.empty:
         return annotated if is_dataclass(annotated) else None
+    # Without one: the dataclass of the model's name, or the only one that fits.
     classes = [
         x for x in beside.values() if isinstance(x, type) and is_dataclass(x)
     ]
@@ -129,6 +133,7 @@ def parameters_on_meta() -> Iterator[None]:
     thread = threading.get_ident()
 
     def moved(module: nn.Module, name: str, parameter: Any) -> Any:
+        # The hook is torch's for all threads; other threads' modules are none of ours.
         mine = threading.get_ident() == thread
         if parameter is None or parameter.is_meta or not mine:
             return None
@@ -155,6 +160,7 @@ class OwnStart:
 
     def __call__(self, seed: int) -> Mapping[str, Tensor]:
         if self.values is None or self.seed != seed:
+            # The constructor draws from torch's generator, which is restored behind it.
             with constructing(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 module = self.make()

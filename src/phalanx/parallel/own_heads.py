@@ -37,8 +37,10 @@ class Heads:
 
 def heads_of(module: nn.Module) -> Heads:
     """The heads that a module, or the first one inside of it, keeps in an attribute."""
+    # From the outside in: an attention's own attribute counts before its children's.
     for each in module.modules():
         for own in (vars(each), _config_of(each)):
+            # No number of KV heads means as many as query heads.
             if query := _number(own, HEADS):
                 return Heads(query, _number(own, KEYS) or query, each)
     return Heads()
@@ -55,5 +57,6 @@ def _config_of(module: nn.Module) -> Mapping[str, Any]:
 
 
 def _number(own: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    # `type is int`: True is an int too, and a flag `heads=True` counts nothing.
     found = (own[name] for name in names if type(own.get(name)) is int)
     return next((number for number in found if number > 0), 0)

@@ -55,6 +55,7 @@ class OwnLoss:
         self, output: Any, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         entries = dict(batch)
+        # On meta a trial shows nothing, so the first call with values makes it.
         if not self.tried:
             self.tried = not _has_no_values(entries)
             self._refuse_other_than_sums(output, entries)
@@ -72,6 +73,7 @@ class OwnLoss:
                 f"the loss returns a {type(loss).__name__}: return a tensor, alone or in a tuple with"
                 " a dict of metrics."
             )
+        # All ranks sum metrics under these names, so each must return all of them.
         names = self.measure.metrics
         if {*metrics} != {*names}:
             raise LayoutError(
@@ -85,6 +87,7 @@ class OwnLoss:
             torch.as_tensor(metrics[name], device=loss.device)
             for name in names
         ]
+        # In float64 and without a graph: counts of tokens may exceed 2^24.
         sums = torch.stack([x.detach().sum(dtype=torch.float64) for x in each])
         return total, sums
 
@@ -95,6 +98,7 @@ class OwnLoss:
         rows = next(iter(batch.values())).shape[0]
         if rows < 2 or _has_no_values(batch):
             return  # nothing to cut
+        # loss(all rows) = loss(first half) + loss(second half) for a sum alone.
         middle = rows // 2
         whole, _ = self._sums(_detached(output), batch)
         apart = _apart(whole)
@@ -127,6 +131,7 @@ def _cut(values: Any, part: slice, rows: int) -> Any:
     """The same values of some of the rows."""
 
     def cut(x: Tensor) -> Tensor:
+        # Whatever has one entry for each row; scalars and weights stay whole.
         each = x.dim() > 0 and x.shape[0] == rows
         return x.detach()[part] if each else x.detach()
 
@@ -157,6 +162,7 @@ def give_loss(model: Model, own: OwnLoss) -> None:
             f"{name} has no child `loss`, in whose place the loss that was given could stand. Compute"
             " its loss by a module self.loss(output, targets), or give no loss."
         )
+    # The head's own forward takes some entries of the batch; the loss may take all.
     _, *others = inspect.signature(head.forward).parameters
     head._modules["loss"] = _LossHere(own, tuple(others))
     _with_forward(head, _by_its_child)
@@ -164,6 +170,7 @@ def give_loss(model: Model, own: OwnLoss) -> None:
 
 @cache
 def _kind_with(kind: Any, forward: Callable[..., Any]) -> type[nn.Module]:
+    # A subclass with the same name: isinstance, attributes and weights' names remain.
     members = {"forward": forward, "theirs": kind.forward, "takes_batch": True}
     return type(kind.__name__, (kind,), members)
 
@@ -217,6 +224,7 @@ def _with_loss(
     module: Any, run: _Run, x: Tensor | None, batch: Batch
 ) -> dict[str, Tensor]:
     loss_of: OwnLoss | _ReturnedLoss = module.loss_of
+    # A loss that was given has its own precision; the model's is widened.
     if isinstance(loss_of, OwnLoss):
         return _as_bundle(*loss_of(run(x, batch), batch))
     dtype = next((each.dtype for each in module.parameters()), torch.float32)
@@ -290,6 +298,7 @@ class _ReturnedLoss:
     @torch.no_grad()
     def _is_mean(self, run: _Run, x: Tensor | None, batch: Batch) -> bool:
         rows = next(iter(batch.values())).shape[0]
+        # Two rows are needed for two halves; a single one is repeated.
         if rows < 2:
             batch = {
                 name: torch.cat((each, each)) for name, each in batch.items()
@@ -299,6 +308,7 @@ class _ReturnedLoss:
         middle = rows // 2
         whole = x, dict(batch)
         halves = (slice(0, middle), slice(middle, rows))
+        # A sum: whole = a + b. A mean: whole n = a n_a + b n_b, with n what is counted.
         parts = [whole, *(_cut(whole, half, rows) for half in halves)]
         losses = [self._loss(run, *part) for part in parts]
         each, apart = [float(loss) for loss in losses], _apart(losses[0])
@@ -338,6 +348,7 @@ def arguments_for(
     named = {
         each.name: batch[each.name] for each in arguments if each.name in batch
     }
+    # The first argument is the model's input under any name.
     first = arguments[0].name if arguments else ""
     free = [name for name in batch if name not in named]
     if first and first not in named and free:
@@ -361,10 +372,12 @@ def _by_its_child(
     self: Any, x: Tensor, /, **batch: Tensor
 ) -> dict[str, Tensor]:
     """A head's own forward, with the user's loss in it."""
+    # The batch and the metrics pass beside the head's own forward, which knows neither.
     here: _LossHere = self._modules["loss"]
     here.batch = batch
     named = {name: batch[name] for name in here.taken if name in batch}
     loss = self.theirs(x, **named)
+    # Cleared, so that the batch does not live until the next call.
     metrics, here.batch, here.metrics = here.metrics, {}, None
     return _as_bundle(loss, metrics)
 

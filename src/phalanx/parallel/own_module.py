@@ -69,6 +69,7 @@ class OwnModule:
             raise LayoutError(
                 f"{meta[0]} is on the meta device and has no values."
             )
+        # The `describe` in the file that defines the module's class.
         beside = getattr(
             sys.modules[type(module).__module__], "describe", None
         )
@@ -85,6 +86,7 @@ class OwnModule:
 
     def model(self) -> tuple[Model, dict[str, str]]:
         """A new Model on the meta device, and the module's name of each of its weights."""
+        # By a description, else by an example's run, else as one piece.
         twin, made = self._twin()
         if self.describe is None and self.example is not None:
             _refuse_batch_statistics(twin)
@@ -106,6 +108,7 @@ class OwnModule:
 
     def _twin(self) -> tuple[nn.Module, dict[nn.Parameter, str]]:
         """A copy of the module with parameters on meta, and their names."""
+        # deepcopy with the parameters replaced by meta ones: no weight is copied.
         memo: dict[int, Any] = {}
         made: dict[nn.Parameter, str] = {}
         for name, parameter in self.names.items():
@@ -118,6 +121,7 @@ class OwnModule:
         self, model: Model, made: Mapping[nn.Parameter, str]
     ) -> dict[str, str]:
         own = {name: made[weight] for name, weight in model.weights.items()}
+        # A parameter in no piece would silently keep its initial value.
         if lost := self.names.keys() - own.values():
             raise LayoutError(
                 f"the parameter {min(lost)} is in no piece of describe(), so no layout would train it."
@@ -149,6 +153,7 @@ def described(made: object, where: str, instance: object) -> Model:
 def plan_of(module: nn.Module) -> Plan | None:
     """The plan for tp that a module has as its attribute or method `tp_plan`, or a model of transformers in
     its configuration."""
+    # transformers keeps it in the configuration; it goes before an attribute.
     config = getattr(module, "config", None)
     theirs = getattr(config, "base_model_tp_plan", None)
     own = theirs or getattr(module, "tp_plan", None)
@@ -163,12 +168,14 @@ def as_it_is(instance: object, make: Made, plan: Plan | None = None) -> Model:
         raise LayoutError(
             f"a model must be a torch.nn.Module, not a {type(instance).__name__}."
         )
+    # Token numbers 0 exist in any vocabulary, and only shapes are looked at.
     ids = torch.zeros(2, _TOKENS, dtype=torch.int64)
     positions = torch.arange(_TOKENS).expand(2, -1)
     example = {TOKENS: ids, TARGETS: ids, "positions": positions}
     own = OwnModule(instance, None, example, plan or plan_of(instance))
     apart, names = own.apart()
     name = type(instance).__name__
+    # A forward that returns no loss returns logits, for the cross-entropy.
     own_loss = returned_loss(apart.returned) is not None
     loss = (
         None if own_loss else OwnLoss(partial(_cross_entropy, name), Measure())
@@ -197,6 +204,7 @@ def _cross_entropy(
 def _shape_of(apart: Apart, name: str) -> Shape:
     """The sizes of a module as it is. Widths of attention and MLP are not known: `ffn` is that of a plain
     decoder with as many weights in its blocks, so that the products of a step are about right."""
+    # Without a lookup of the tokens, the logits tell the size of the vocabulary.
     words = apart.words
     if not words:
         words = logits_in(apart.returned, f"{name}.forward").shape[-1]
@@ -205,6 +213,7 @@ def _shape_of(apart: Apart, name: str) -> Shape:
     ]
     width, heads = apart.width, heads_of(apart.blocks[0])
     planned = mlp_width(apart.cuts)
+    # 4 hidden^2 of a block are taken for attention, the rest for two MLP matrices.
     rest = sum(numbers) // len(numbers) - 4 * width * width
     return Shape(
         name.lower(),
@@ -224,6 +233,7 @@ def _shape_of(apart: Apart, name: str) -> Shape:
 def _whole(own: OwnModule, apart: Apart, names: Mapping[str, str]) -> Whole:
     """The module that has not been taken apart."""
     module = own.module
+    # From the original's parameter to its name in the Model, by the name in the module.
     ours = {theirs: name for name, theirs in names.items()}
     parameters = {x: ours[theirs] for theirs, x in own.names.items()}
     places, missing = parameter_places(module, parameters)
@@ -259,6 +269,7 @@ def _one_piece(module: nn.Module) -> Model:
     """A module of which only its parameters are known: one piece, and nothing of it is cut."""
     _refuse_batch_statistics(module)
     tensors = (*module.named_parameters(), *module.named_buffers())
+    # "-" for every dim: all ranks hold all weights whole.
     lines = [
         f"{WHOLE}.{name} : {' '.join('-' * x.dim())}" for name, x in tensors
     ]

@@ -45,6 +45,7 @@ class FeaturePart:
     units: int
 
     def cut(self, tp: int, index: int = 0) -> Cut:
+        # In whole units: a head has size / units features.
         return Cut.of(self.size, tp, index, max(1, self.size // self.units))
 
 
@@ -68,6 +69,7 @@ class FusedLinear(nn.Module):
 
     def take(self, tp: int, index: int) -> None:
         """Multiply by the rows of one rank."""
+        # [q | k | v]: this rank's rows of each, after the whole matrices before it
         rows, begin = [], 0
         for part in self.parts:
             cut = part.cut(tp, index)
@@ -80,6 +82,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self._rows(self.bias)
+        # (..., in) to (..., this rank's rows of all parts)
         return F.linear(x, self._rows(self.weight), bias)
 
 
@@ -95,6 +98,7 @@ class OwnerView:
         self, owner: nn.Module, columns: Sequence[str], tp: int, index: int
     ) -> None:
         """Makes a module see a rank's part."""
+        # Such as self.n_head = n_head / tp, which the code reads in its own forward.
         for name, part in self.sizes.items():
             setattr(owner, name, part.cut(tp, index).length)
         for name in columns:
@@ -112,10 +116,12 @@ def _see_narrow(owner: nn.Module, columns: Sequence[str], tp: int) -> None:
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         seen["whole"] = args[0]
+        # The first hidden / tp features: the code reads their shape, not values.
         seen["narrow"] = args[0][..., : args[0].shape[-1] // tp]
         return (seen["narrow"], *args[1:])
 
     def column(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # By identity: only the activations themselves are swapped back.
         whole = args[0] is seen.get("narrow")
         return (seen["whole"], *args[1:]) if whole else args
 
@@ -185,9 +191,11 @@ def planned_cuts(
     their names in the module; an UncutError says what cannot be followed, and where."""
     used, found = set[str](), dict[str, OwnerCut]()
     for name, block in blocks.items():
+        # 1. Collect the planned linears of each block under the module that owns them.
         owners: dict[str, dict[str, str]] = {}
         for path, module in block.named_modules():
             full = f"{name}.{path}"
+            # The first matching key of the plan counts.
             key = next((k for k in plan if _names(k, full)), None)
             if key is None:
                 continue
@@ -202,6 +210,7 @@ def planned_cuts(
                 )
             owner, _, linear = path.rpartition(".")
             owners.setdefault(owner, {})[linear] = style
+        # 2. Find for each owner how its code can run with a part of the features.
         for owner, styles in owners.items():
             where = f"{name}.{owner}".rstrip(".")
             if not owner:
@@ -211,12 +220,14 @@ def planned_cuts(
                 )
             module = block.get_submodule(owner)
             found[where] = _cut_of(where, module, styles, calls, frame)
+    # 3. Refuse what the plan names and the blocks do not have.
     if lost := [
         key for key in plan if key not in used and style_of(plan[key], key)
     ]:
         raise UncutError(
             f"no linear in the blocks is named {', '.join(lost)}. What is outside of them stays whole"
         )
+    # The rule table has one number of heads for all blocks.
     if (
         len(
             {
@@ -238,6 +249,7 @@ def _names(pattern: str, name: str) -> bool:
 
 def style_of(value: Any, where: str) -> str:
     """The style of an entry of a plan: column, row, or "" for a weight that stays whole."""
+    # torch's styles are objects, known by their class; transformers' are words.
     style = (
         value
         if isinstance(value, str)
@@ -263,12 +275,14 @@ def _cut_of(
     }
     rows = tuple(name for name, style in styles.items() if style == ROW)
     columns = [name for name, style in styles.items() if style == COLUMN]
+    # The row linears' input width is the width that tp shards between the two regions.
     widths = {linears[name].in_features for name in rows}
     if not columns or len(widths) != 1:
         raise UncutError(
             f"{where} has no pair of column and row linears of one width"
         )
     (width,) = widths
+    # Attention is sharded by heads, an MLP by single features.
     heads = heads_of(owner)
     if heads.owner is not None and (heads.query < 2 or width % heads.query):
         raise UncutError(
@@ -284,6 +298,7 @@ def _cut_of(
     }
     if owner not in calls:
         raise UncutError(f"{where} gives no tensor")
+    # Try the views from the least intrusive on; the first that runs is taken.
     reason = ""
     for view in _views(owner, inner, heads):
         cut = OwnerCut(parts, rows, inner, heads, view)
@@ -303,6 +318,7 @@ def _parts_of(
     kv = FeaturePart(inner.size // heads.query * heads.key, "kv", heads.key)
     attention = heads.owner is not None
     fused = (inner, kv, kv) if attention else (inner, inner)
+    # One matrix of the inner width, one of the KV width, or several in one weight.
     for parts in ((inner,), (kv,), fused):
         if sum(part.size for part in parts) == size and (
             attention or kv not in parts
@@ -326,6 +342,7 @@ def _views(
             inner.size // heads.query * heads.key, "kv", heads.key
         )
         known = {kv.size: kv, **known, 3 * inner.size: inner}
+    # Attributes named for heads, and numbers equal to a sharded width.
     sizes: dict[str, FeaturePart] = {}
     for name, value in vars(owner).items():
         if name in HEADS and value == heads.query:
@@ -342,6 +359,7 @@ def _failure(
     cut: OwnerCut, owner: nn.Module, call: Call, frame: object
 ) -> str:
     """Explains why a module does not run with the sizes of a rank, or returns ""."""
+    # Rank 0 of the smallest tp stands for all: parts are equal where units divide.
     tp = _few(cut)
     sizes: dict[str, tuple[int, int]] = {}
     for name, parts in cut.columns.items():
@@ -358,6 +376,7 @@ def _few(cut: OwnerCut) -> int:
     query, key = cut.heads.query, cut.heads.key
     if cut.heads.owner is None:
         query = key = cut.inner.size
+    # KV heads are either divided too, or repeated.
     fits = (n for n in range(2, query + 1) if query % n == 0)
     return next((n for n in fits if key % n == 0 or n % key == 0), query)
 
@@ -369,6 +388,7 @@ def resized(
     owner: nn.Module, sizes: Mapping[str, tuple[int, int]], frame: object
 ) -> nn.Module:
     """A copy on the meta device in which linears have other sizes: by name the dim and its new size."""
+    # The copy shares the frame, which holds the whole model.
     small = copy.deepcopy(owner, {id(frame): frame})
     for module in small.modules():
         for key, x in module._buffers.items():
@@ -376,6 +396,7 @@ def resized(
     for name, (at, size) in sizes.items():
         linear: Any = small.get_submodule(name)
         for key, weight in list(linear.named_parameters()):
+            # The bias of a row linear has output features, which are whole.
             if key == "bias" and at:
                 continue
             shape = list(weight.shape)

@@ -39,6 +39,7 @@ class _PlanRun:
 
 def refuse_wrong_plan(model: Model, layout: Layout, batch: Batch) -> None:
     """Raise a LayoutError if a plan for tp makes a module without a description compute something else."""
+    # The smallest factor of tp: a trial on fewer ranks costs less.
     size = next(n for n in range(2, layout.tp + 1) if layout.tp % n == 0)
     trial = _PlanTrial.of(model, Layout.parse(f"tp{size}"), batch)
     with torch.device("cpu"):
@@ -62,6 +63,7 @@ class _PlanTrial:
     def of(cls, model: Model, layout: Layout, batch: Batch) -> _PlanTrial:
         few = one_of_each(model)
         dtype = next(iter(few.weights.values())).dtype
+        # At least float32, so that rounding cannot pass for a mistake.
         dtype = torch.promote_types(dtype, torch.float32)
         weights = {
             n: random_weight(n, x.shape, dtype) for n, x in few.weights.items()
@@ -95,6 +97,7 @@ class _PlanTrial:
         for name, gradient in run.gradients.items():
             want = whole.gradients[name]
             part = want[held[name].box]
+            # A rank's gradient may be padded behind its part of the weight.
             inside = tuple(slice(0, n) for n in part.shape)
             apart = (gradient[inside] - part).abs().max()
             if apart > within * want.abs().max().clamp_min(1e-30):
@@ -114,6 +117,7 @@ class _PlanTrial:
         group = world.split("plan trial", [range(world.size)])
         held = cut_weights(model, self.layout, at)
         groups: Any = SimpleNamespace(tp=group)
+        # The same calls as in `build_local`, without units.
         install_regions(model, self.layout, groups)
         parts = bind_part(
             model, self.layout, held, self.weights, at, trained=True
@@ -121,6 +125,7 @@ class _PlanTrial:
         loss = loss_of(run_pieces(model, self.batch))
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = _gradients(parts)
+        # Copies that saw other heads or features have parts of the gradient.
         for name, weight in held.items():
             if weight.adds:
                 group.all_reduce(gradients[name])

@@ -68,12 +68,14 @@ class Box:
         assert self.tensor is not None, (
             "backward needs activations that are on the host"
         )
+        # Allocated on the copy stream, and read here on the compute stream.
         _uses(self.tensor)
         return self.tensor
 
     @torch.no_grad()
     def leave(self) -> None:
         assert self.tensor is not None
+        # Allocated on the compute stream, and read here on the copy stream.
         _uses(self.tensor)
         # Without a GPU this is a copy too, so the path is tested.
         host = torch.empty_like(
@@ -138,10 +140,12 @@ def _contribute(
     unit: Unit, name: str, x: Tensor, gradient: Tensor, spec: MatmulSpec
 ) -> None:
     """Add a product's weight gradient to that of its unit."""
+    # Scales end with a sequence, so x keeps its sequence dim here.
     if spec.matmul:
         product = spec.matmul.weight_gradient(x, gradient)
         unit.contribute_sum(name, product.mT if spec.transposed else product)
         return
+    # x: (tokens, in), gradient: (tokens, out)
     x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
     if spec.transposed:
         unit.contribute(name, x.mT, gradient)
@@ -194,6 +198,7 @@ class _Edge(_Function):
         ctx: Any, x: Tensor, leaf: Tensor, into: Bundle, name: str
     ) -> Tensor:
         ctx.into, ctx.name = into, name
+        # `leaf` requires a gradient, so this backward runs although x is detached.
         return x.view_as(x)
 
     @staticmethod
@@ -269,6 +274,7 @@ def narrowable(module: nn.Module) -> Iterator[nn.Module]:
     loras: list[Any] = [
         m.lora for m in module.modules() if getattr(m, "lora", None)
     ]
+    # The thin matrices of an adapter keep the layout's precision.
     adapters = {x for lora in loras for x in lora.modules()}
     for child in module.modules():
         product = type(child) in (nn.Linear, _Linear) or hasattr(
@@ -306,6 +312,7 @@ class Piece:
             offloads,
         )
         self.compiled = compiled
+        # Saved tensors are replaced only where units are dropped, or for offloading.
         self.packs = offloads or any(not unit.resident for unit in units)
         self.kept: dict[int, _Kept] = {}
         self.known: dict[tuple[tuple[str, ...], ...], _Taken] = {}
@@ -403,14 +410,17 @@ class Piece:
                 return past | self._call(mine, named)
         kept = _Kept({}, self.leaf, past=taken.past)
         self.pending = kept.pending if self.splits else None
+        # Nothing has to be packed: autograd saves tensors as it always does.
         if selected is None and not self.packs and torch.is_grad_enabled():
             out = self._call(self._edges(mine, kept.into), named)
         else:
+            # The second of selective recomputation's forwards keeps its graph.
             again = (
                 nullcontext()
                 if selected is None
                 else (giving if keep else keeping)(selected)
             )
+            # What belongs to the batch is not offloaded.
             stays = (
                 {storage_of(x) for x in named.values()}
                 if self.offloads
@@ -431,6 +441,7 @@ class Piece:
                 # Zeros, because a view would keep the output's storage alive.
                 kept.like = torch.zeros_like(out["x"].detach())
             self.kept[microbatch] = kept
+        # A router's loss terms go no further: backward starts from their roots.
         return past | {
             name: y.detach() for name, y in out.items() if name not in TERMS
         }
@@ -456,6 +467,7 @@ class Piece:
         return known
 
     def _call(self, mine: Bundle, named: Bundle) -> Bundle:
+        # The first input goes by position, the others by name.
         x = None
         if mine:
             first = next(iter(mine))
@@ -482,6 +494,7 @@ class Piece:
     def _edges(self, mine: Bundle, into: Bundle) -> Bundle:
         edges = dict(mine)
         for name, x in mine.items():
+            # Indices and counts have no gradient, so they enter as they are.
             if x.is_floating_point():
                 edges[name] = _Edge.call(x.detach(), self.leaf, into, name)
         return edges
@@ -512,6 +525,7 @@ class Piece:
             kept.whole = lambda: self._run(kept, gradients)
             return {}
         self._run(kept, gradients)
+        # The graph is spent. Only the factors in `kept.pending` are still needed.
         kept.roots = {}
         kept.boxes.clear()
         return self._passed(kept, gradients)
@@ -527,6 +541,7 @@ class Piece:
         kept = self.kept.pop(microbatch)
         for unit in self.trained:
             unit.open()
+        # The first piece has only weight gradients: its whole backward runs here.
         if kept.whole:
             kept.whole()
         self._contribute(kept)
@@ -534,6 +549,7 @@ class Piece:
     def _run(self, kept: _Kept, gradients: Bundle) -> None:
         for unit in self.trained:
             unit.open()
+        # An output that no later piece used has no gradient.
         roots = {
             name: root
             for name, root in kept.roots.items()
@@ -555,6 +571,7 @@ class Piece:
         past = {
             name: gradients[name] for name in kept.past if name in gradients
         }
+        # `kept` may outlive this call, with pending weight gradients alone.
         into, kept.into = kept.into, {}
         return past | into
 
@@ -577,6 +594,7 @@ class Piece:
         """
         if not self.packs:
             return nullcontext()
+        # Weights are known by their storage, so views of them are found too.
         homes = {u.storage(): u for u in self.units}
         seen: dict[tuple[Any, ...], Box] = {}
 
@@ -590,6 +608,7 @@ class Piece:
                 return _Packed(unit, offset, tensor.shape, tensor.stride())
             if not self.offloads or storage in stays:
                 return tensor
+            # A tensor that is saved twice leaves for the host once.
             key = (
                 storage,
                 tensor.storage_offset(),
@@ -614,4 +633,5 @@ def _unpack(packed: Tensor | _Packed | Box) -> Tensor:
     assert buffer is not None, (
         f"backward needs unit {packed.unit.number}, which is dropped"
     )
+    # By now the unit may be in another buffer, at the same offset.
     return buffer.as_strided(packed.shape, packed.stride, packed.offset)

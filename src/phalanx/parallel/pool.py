@@ -50,6 +50,7 @@ class BufferPool:
 
     def give(self, buffer: Tensor, *, keep: bool = True) -> None:
         """Give a buffer back, to be reused or, without `keep`, to be freed."""
+        # On a GPU this runs behind launched work that still reads the values.
         if self.poison:
             buffer.fill_(math.nan)
         if keep:

@@ -78,6 +78,7 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Sequence[Group]) -> Tensor:
         total = x.clone()
+        # All-reduce over the ring, then over ulysses: together that is all of cp.
         for group in groups:
             group.all_reduce(total)
         return total
@@ -121,6 +122,7 @@ class PreferenceLoss(nn.Module):
         each = (
             losses.view(targets.shape) * -batch[SIGNS]
         )  # (B, T): signed log-probs
+        # Nonzero at one token of a row, which any rank of cp may hold.
         number = batch[PAIR].sum(1).to(each.dtype)
         # (3, B): the margins, the reference's, and the numbers of the pairs
         rows = torch.stack(
@@ -132,6 +134,7 @@ class PreferenceLoss(nn.Module):
         if self.seen is not None:
             self.seen.append((pair.detach().round().long(), own.detach()))
         margins = own - reference.detach()
+        # Each cp rank returns the same sums, so it counts a part of them.
         parts = 1
         for group in self.time:
             parts *= group.size

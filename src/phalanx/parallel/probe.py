@@ -62,15 +62,18 @@ def frozen_parameters(
 
 def random_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A random weight without zeros, whatever the model's own initialization."""
+    # Seeded by the name: a weight has the same values in every run of a trial.
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     draw = torch.Generator().manual_seed(seed)
     if shape.numel() <= _PLAIN:
         x = torch.randn(shape, generator=draw, dtype=dtype)
     else:  # element [i, j, ...] is element i + j + ... of a line
+        # Overlapping: shape.numel() elements in sum(shape) elements of memory.
         line = torch.randn(sum(shape), generator=draw, dtype=dtype)
         x = line.as_strided(shape, (1,) * len(shape))
         line *= shape[0] ** 0.5 / shape.numel() ** 0.5
         return x
+    # Vectors near 1, as norms are; matrices scaled by 1 / sqrt(inputs).
     return (
         1 + 0.1 * x
         if len(shape) < 2
@@ -104,6 +107,7 @@ def bind_part(
         for name, weight in held.items()
     }
     bind_weights(model, parts)
+    # Buffers are created whole by `bind_weights`, and sharded here.
     for prefix, piece in model.pieces:
         for path, module in piece.named_modules():
             for key, x in list(module._buffers.items()):
@@ -131,6 +135,7 @@ def make_buffers(module: nn.Module) -> None:
     for key, x in buffers.items():
         if x.is_meta:
             module._buffers[key] = torch.empty(x.shape, dtype=x.dtype)
+    # A buffer from meta has memory now, and values only after `reset_buffers`.
     reset = getattr(module, "reset_buffers", None)
     if buffers and callable(reset):
         reset()
@@ -139,6 +144,7 @@ def make_buffers(module: nn.Module) -> None:
 def probe_batch(model: Model, tokens: int) -> Mapping[str, Tensor]:
     """One sequence, with every entry that a batch of text may have."""
     draw = torch.Generator().manual_seed(0)
+    # Without a shape the vocabulary is unknown, but it has at least two tokens.
     vocab = model.shape.vocab if model.shape else 2
     ids = torch.randint(vocab, (2, 1, tokens), generator=draw)
     positions = torch.arange(tokens).expand(1, -1)
@@ -167,10 +173,12 @@ def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
     """Run the pieces in turn as `Piece.forward` would, recording every module call."""
     run, bundle = ProbeRun(), dict[str, Tensor]()
     for number, (prefix, piece) in enumerate(model.pieces):
+        # As in `Piece._taken`: the first argument is x unless the bundle has its name.
         takes = model.takes(number)
         names = (
             takes if not number or takes[0] in bundle else ("x", *takes[1:])
         )
+        # From the bundle first, then from the batch.
         mine = [bundle[name] for name in names[:1] if name in bundle]
         more = {n: x for n, x in bundle.items() if n in names[len(mine) :]}
         every = EVERY in takes
@@ -183,12 +191,14 @@ def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
         try:
             gave = tensors_of(piece(*mine, **more, **named))
         except Exception as error:
+            # The innermost open module is where the error was raised.
             raise ProbeFailed(
                 f"{prefix}.{notes.inside}".rstrip(".")
                 + f": {error_text(error)}"
             ) from error
         finally:
             notes.close()
+        # What the piece did not take passes it by.
         bundle = {n: x for n, x in bundle.items() if n not in names} | gave
         run.gave.append(gave)
         run.calls.append(notes.calls)

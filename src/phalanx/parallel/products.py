@@ -62,6 +62,7 @@ def multiply(
 
 def into_input(gradient: Tensor, weight: Tensor, spec: MatmulSpec) -> Tensor:
     """The gradient of x in that product, given the gradient (..., out) of its output."""
+    # (..., out) times (out, in)
     if spec.matmul is None:
         return gradient @ (weight.mT if spec.transposed else weight)
     return spec.matmul.input_gradient(gradient, spec.factor(weight))

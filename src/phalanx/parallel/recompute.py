@@ -88,6 +88,7 @@ class _Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        # A write into a kept output would change what the second run gets.
         if func._schema.is_mutable:
             self._refuse(out)
         if func is _region and is_kept(func, args):
@@ -99,6 +100,7 @@ class _Keeping(TorchDispatchMode):
             self.kept.append(
                 _Output(func, tree_map_only(Tensor, Tensor.detach, out))
             )
+        # Its backward reads its own output too.
         if func in _ATTENTION:
             self.used = len(self.kept)
         return out
@@ -129,6 +131,7 @@ class _Keeping(TorchDispatchMode):
                 )
 
     def __exit__(self, *error: Any) -> None:
+        # Nothing has read these outputs, so their shapes are enough.
         for number in range(self.used, len(self.kept)):
             self.kept[number] = self.kept[number].forgotten()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -146,6 +149,7 @@ class _Giving(TorchDispatchMode):
     ) -> Any:
         if not is_kept(func, args):
             return func(*args, **(kwargs or {}))
+        # First in, first out: the second run makes the same calls in the same order.
         op, value = self.kept.popleft()
         assert op is func, (
             f"a forward ran {op}, but its recomputation ran {func}"
@@ -194,6 +198,7 @@ def _asks(func: Any, args: Any, out: Any) -> bool:
     """
     if func.is_view or func in _ASK_NOTHING:
         return False
+    # A product with a number saves nothing.
     if func is _aten.mul.Tensor and not isinstance(args[1], Tensor):
         return False
     return any(

@@ -50,6 +50,7 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
         zip(model.pieces, alike(model), strict=True)
     ):
         part = _PARTS.get(type(module), BlockPart.WHOLE)
+        # The three parts of a block share its number: only its first part counts on.
         piece += part in (BlockPart.WHOLE, BlockPart.ROUTING)
         row = row_of(piece, part, kind, weights.own[number])
         if router := loss_router(module):
@@ -82,12 +83,14 @@ def _weights(model: Model) -> _ModelWeights:
     rows: dict[str, WeightRow] = {}
     own = defaultdict[int, list[WeightRow]](list)
     for name, parameter in model.weights.items():
+        # Experts' units are numbered behind the pieces, hence the remainder.
         piece = model.unit_of[name] % count
         row = _weight(model, piece, name, tuple(parameter.shape))
         rows[name] = replace(row, narrow=name in narrow)
         own[piece].append(rows[name])
     tied = defaultdict[int, list[WeightRow]](list)
     uses = defaultdict[int, list[int]](list)
+    # A tied weight's row is listed again at each later piece that uses its unit.
     for piece, unit in model.tied:
         mine = {*model.pieces[piece][1].parameters()}
         names = (name for name, each in model.weights.items() if each in mine)
@@ -106,6 +109,7 @@ def _weight(
         (rows.stop - rows.start, columns.stop - columns.start)
         for rows, columns in model.rules.matrices(name, shape)
     )
+    # Stacked experts, (experts, out, in), are as many matrices for the optimizer.
     experts = shape[0] if len(shape) > 2 else 1
     return WeightRow(
         name.removeprefix(f"{model.pieces[piece][0]}."),
@@ -130,12 +134,14 @@ def _bundles(model: Model) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         if "counts" in bundle:
             bundle = bundle - {"counts"} | {"routes"}
         names = model.takes(number)
+        # A piece's first argument is x, unless the bundle has its name.
         if number and names[0] not in bundle:
             names = ("x", *names[1:])
         takes = tuple(name for name in names if name in bundle)
         gives = (
             () if number == last else tuple(getattr(module, "gives", ("x",)))
         )
+        # What a piece takes leaves the bundle; what it does not name passes by.
         bundle = bundle.difference(takes).union(gives)
         found.append((takes, gives))
     return found

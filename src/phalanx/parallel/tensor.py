@@ -87,6 +87,7 @@ class Weight:
         All dims but the last form the rows.
         """
         shape = torch.Size(self.shape[:-1])
+        # From 1, so that 0 is left for padded rows.
         # row numbers of the whole weight, sharded like the weight
         part = torch.arange(1, 1 + shape.numel()).view(shape)[self.box[:-1]]
         padded = part.new_zeros(self.local[:-1])
@@ -104,6 +105,7 @@ def cut_of(
     """The part of each dim of a weight that the rank at these coordinates holds."""
     cuts, dims = [], model.rules.dims(name, len(shape))
     for dim, axes, size in zip(dims, layout.axes_of(dims), shape, strict=True):
+        # The elements of one indivisible unit: head_dim for heads and kv, otherwise 1.
         unit = max(1, size // model.counts.get(dim, size))
         cuts.append(Cut.of(size, *layout.mesh.part(axes, at), unit))
     return tuple(cuts)
@@ -121,8 +123,10 @@ def cut_weights(
         adds = pieces.sum_over_tp(dims, cuts, layout)
         # A scalar has no dim to shard.
         shared = max((cut.copies for cut in cuts), default=1)
+        # KV heads are copied over runs of `shared` tp ranks, other weights over all.
         copies = shared if adds == pieces.Sum.KV else layout.tp
         over_tp = tuple("tp" in axes for axes in layout.axes_of(dims))
+        # Of the ranks with one copy, the first counts its gradient in the norm.
         counted = tp % copies == 0 if adds or not any(over_tp) else True
         rate, frozen = model.rates.get(name, 0.0), name in model.frozen
         known = name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen
@@ -141,6 +145,7 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight, self.bias, self.join = plain.weight, plain.bias, join
         self.lora = plain.lora if isinstance(plain, LoraLinear) else None
+        # `Piece` replaces it by a product that adds the weight's gradient to its unit.
         self.weight_product: Callable[[Tensor], Tensor] = lambda x: F.linear(
             x, self.weight
         )
@@ -149,6 +154,7 @@ class RowLinear(nn.Module):
         part = self.weight_product(
             x
         )  # (B, T, out): this rank's part of each sum
+        # The adapter's thin product is a partial sum too: one join serves both.
         y = self.join(part if self.lora is None else part + self.lora(x))
         return y if self.bias is None else y + self.bias
 
@@ -200,6 +206,7 @@ class CutRMSNorm(nn.Module):
         # (..., width / ranks * copies)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)  # (..., 1)
+        # `copies` ranks hold the same features: each adds a share of their sum.
         squares = self.group.share(squares, self.copies)
         # Summed in both directions: each rank's result depends on the features of all
         # ranks.
@@ -207,6 +214,7 @@ class CutRMSNorm(nn.Module):
         weight = (
             self.weight.to(wide.dtype) + 1.0 if self.plus_one else self.weight
         )
+        # The mean is over the features of all ranks.
         y: Tensor = (
             wide * torch.rsqrt(squares / self.width + self.eps) * weight
         )
@@ -254,6 +262,8 @@ class _Installer:
             prefix,
             piece,
         )
+        # Korthikanti et al. 2022: with seq the residual stream is (B, T / tp, hidden),
+        # and a region gathers or scatters time where it otherwise copies or sums.
         self.layout, self.seq, tp = layout, layout.seq, groups.tp
         if layout.seq:
             self.fork: Callable[[Tensor], Tensor] = lambda x: (
@@ -269,6 +279,8 @@ class _Installer:
     def run(self) -> None:
         self._cut_norms()
         rows, columns = self._cut_modules()
+        # The module that owns a row weight, such as attention or an MLP, forks its
+        # input once for all of its column weights.
         owners = {name.rpartition(".")[0] for name in rows}
         # Whole experts take a rank's own tokens, and their results are complete when
         # they return.
@@ -278,6 +290,7 @@ class _Installer:
             if isinstance(module, Spread):
                 self._cut_experts(module)
             elif isinstance(module, ExpertProducts):
+                # down's bias is added by every tp rank, each its share.
                 module.ranks = self.layout.tp
             elif isinstance(module, Merge):
                 module.register_forward_hook(lambda m, args, y: self.join(y))
@@ -285,6 +298,7 @@ class _Installer:
             self._replace(name, RowLinear(self._at(name), self.join))
         for owner in owners:
             self._fork(self._at(owner))
+        # A column weight without a row weight behind it, such as the output projection.
         for name, dim in columns.items():
             if not any(name.startswith(owner + ".") for owner in owners):
                 self._single(name, dim)
@@ -347,6 +361,7 @@ class _Installer:
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if args:
                 return (fork(args[0]), *args[1:]), named
+            # Called by keywords alone: the first parameter holds the activations.
             first = next(iter(signature(module.forward).parameters), "")
             if first not in named:
                 raise LayoutError(
@@ -369,6 +384,7 @@ class _Installer:
         ) -> tuple[Tensor, ...]:
             x, gates, chosen = args
             if self.seq:
+                # (B, T / tp, top_k) to (B, T, top_k); indices have no gradient to sum
                 chosen = regions.gather(chosen, self.groups.tp, 1)
             return self.fork(x), self.fork(gates), chosen
 
@@ -391,6 +407,7 @@ class _Installer:
         if dim == "vocab":
             self._shard_loss(owner, self._vocabulary(module))
         else:
+            # (..., features / tp) to (..., features)
             module.register_forward_hook(
                 lambda m, args, y: regions.gather(y, tp, y.dim() - 1)
             )
@@ -412,6 +429,7 @@ class _Installer:
         """
         tp = self.groups.tp
 
+        # (B, T) to (B, T / tp), the same run of times as the activations
         def own(x: Tensor) -> Tensor:
             return x.chunk(tp.size, 1)[tp.rank]
 
@@ -424,10 +442,13 @@ class _Installer:
                 module.register_forward_pre_hook(
                     lambda m, args: (own(args[0]), *args[1:])
                 )
+            # A dropout without a dot in its name stands on the residual stream.
+            # Attention's own dropout is between the regions and sees all tokens.
             elif isinstance(module, Router) or (
                 isinstance(module, Dropout) and "." not in name
             ):
                 module.register_forward_pre_hook(
+                    # args[1] is the router's `valid` or the dropout's `noise`.
                     lambda m, args: (
                         args[0],
                         None if args[1] is None else own(args[1]),

@@ -32,19 +32,23 @@ class TakenApart:
     def __init__(self, causal: Any) -> None:
         self.causal, self.config = causal, causal.config
         self.names = {p: name for name, p in causal.named_parameters()}
+        # Expert weights have three dims, and this path shards matrices alone.
         deep = [name for x, name in self.names.items() if x.dim() > 2][:1]
         refuse({f"it has experts or convolutions ({', '.join(deep)})": deep})
         self.files = stored_names(causal)
         self.path, layers = layers_of(causal)
         self.blocks: list[Any] = list(layers)
         self.frame = TransformersFrame(causal, self.path[-1])
+        # Stand-ins replace the blocks and what is around them, before the trial run.
         self.outer = take_out(
             self.frame, self.path, layers, lambda owner, name: name
         )
+        # Attention reads positions and documents from its module's frame.
         for block in self.blocks:
             for module in block.modules():
                 module.__dict__["frame"] = self.frame
         self.calls: dict[nn.Module, tuple[Any, Any, torch.Size]] = {}
+        # Only the run shows which modules attend, and with how many heads.
         around = around_blocks(self._order(), self.outer)
         self.before, self.after = around.before, around.after
         owners = [
@@ -61,6 +65,7 @@ class TakenApart:
         """The modules in the order in which the forward calls them."""
         order: list[Key] = []
 
+        # Noted as they are called; the modules themselves do the work.
         def noted(key: Key, module: nn.Module) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 order.append(key)
@@ -72,6 +77,7 @@ class TakenApart:
 
             return run
 
+        # Shapes alone: on meta a trial takes no memory, whatever the size of the model.
         tokens = torch.empty(2, _RUN, dtype=torch.int64, device="meta")
         every: dict[Key, Any] = {
             n: noted(n, each) for n, each in enumerate(self.blocks)
@@ -124,6 +130,7 @@ def layers_of(causal: Any) -> tuple[list[Any], nn.ModuleList]:
     """The modules from the whole model down to the owner of the blocks, and the blocks."""
     count = getattr(causal.config, "num_hidden_layers", 0)
     for name, module in causal.named_modules():
+        # By its length, as models name the list differently: layers, h, blocks.
         if isinstance(module, nn.ModuleList) and len(module) == count:
             names = name.split(".")[:-1]
             owners = [

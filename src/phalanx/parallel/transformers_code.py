@@ -61,12 +61,14 @@ def _their_whole(
     pieces: Sequence[tuple[str, nn.Module]],
 ) -> Whole:
     """The whole transformers model with its eager attention; `names` maps weights."""
+    # Their eager attention is the reference, instead of ours in their table.
     with Undrawn():
         made = made_model(table, name, "eager")
     ours = {theirs: name for name, theirs in names.items()}
     parameters = {x: ours[theirs] for theirs, x in made.named_parameters()}
     places, missing = parameter_places(made, parameters)
     _, blocks = layers_of(made)
+    # The first block among the pieces; `theirs` is a block's own forward.
     first = next(
         n for n, (_, piece) in enumerate(pieces) if hasattr(piece, "theirs")
     )
@@ -83,6 +85,7 @@ class _TheirWhole(Whole):
         super().bind(weights)
         dtype = next(iter(weights.values())).dtype
         wide = torch.promote_types(dtype, torch.float32)
+        # Tables such as rope's frequencies get values, by their own initialization.
         with self._widened(wide):
             for module in self.module.modules():
                 make_tables(self.module, module, torch.device("cpu"), wide)
@@ -176,12 +179,15 @@ def made_model(
             ),
         }
     )
+    # Our attention must be in their table before a model asks for it by name.
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
     try:
+        # On meta: no weight is allocated or drawn.
         with torch.device(device):
             auto: Any = AutoModelForCausalLM
             made = auto.from_config(config, attn_implementation=attention)
     except KeyError as error:
+        # The model looks attention up in a table of its own, which lacks our name.
         refuse({ATTENTION_OF_ITS_OWN: error.args == (ATTENTION,)})
         raise LayoutError(
             f"its code cannot be made: {error_line(error)}"

@@ -71,6 +71,7 @@ class TransformersFrame(Frame):
 
     def passed_by(self, key: Key, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()))
+        # A lookup of another piece: (B, T) becomes zeros (B, T, 1).
         if not x.is_floating_point():
             return x.new_zeros((*x.shape, 1), dtype=self.dtype)
         return (x,) if isinstance(key, int) and self.tuples else x
@@ -91,6 +92,7 @@ class TransformersFrame(Frame):
         """
         self.dtype, self.shared = dtype, (positions, documents)
         wide = torch.promote_types(dtype, torch.float32)
+        # Their code casts to float32 in places; in a float64 trial it must not.
         with InFloat64() if wide == torch.float64 else nullcontext():
             self._make_buffers(positions.device, wide)
             given: dict[str, Any] = {"input_ids": tokens}
@@ -107,12 +109,14 @@ class TransformersFrame(Frame):
             try:
                 return self.until_reached(running, partial(model, **given))
             finally:
+                # Emptied, so that a batch's tensors do not outlive the call.
                 self.shared = None, None
 
     def _make_buffers(self, device: torch.device, wide: torch.dtype) -> None:
         """Create their buffers, such as rope's frequencies, which are neither on meta
         nor in files.
         """
+        # Made once for each device and dtype.
         if self.made == (device, wide):
             return
         self.made = device, wide
@@ -167,6 +171,7 @@ class TransformersHead(_Outer):
         self.last, self.loss = last, CrossEntropy()
 
     def logits(self, x: Tensor, positions: Tensor) -> Tensor:
+        # The last block gives x; everything after it is this piece's.
         def end(*args: Any, **kwargs: Any) -> Any:
             return (x,) if self.frame.tuples else x
 
@@ -189,6 +194,7 @@ def _forward(
     """
 
     def block(*args: Any, **kwargs: Any) -> None:
+        # Without their `hidden_states`: it comes from stand-ins, and x is the real one.
         kwargs.pop("hidden_states", None)
         y = self.theirs(x, *args[1:], **kwargs)
         raise Reached(y[0] if isinstance(y, tuple) else y)
@@ -236,6 +242,7 @@ def attend(
 
     The first call creates that child.
     """
+    # The first call sees all arguments: whatever ours does not know is refused here.
     if "core" not in module._modules:
         unknown = sorted(
             k

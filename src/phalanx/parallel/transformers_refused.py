@@ -30,6 +30,7 @@ def code_line(error: BaseException) -> str:
     """The line of somebody's code at which an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).parent)
+    # The innermost line that is neither torch's nor ours.
     own = [
         f
         for f in frames
@@ -90,6 +91,7 @@ def _lacks_windows(config: Any, owners: Sequence[Sequence[Any]]) -> bool:
         for found in owners
         for m in found
     ]
+    # One entry for each block: what the configuration says against what was passed.
     if types:
         return types != kinds
     size = getattr(config, "sliding_window", None)
@@ -99,6 +101,7 @@ def _lacks_windows(config: Any, owners: Sequence[Sequence[Any]]) -> bool:
 def _rope_kinds(modules: Iterable[nn.Module]) -> set[str]:
     found = set()
     for module in modules:
+        # Models with several ropes keep a dict of their kinds.
         kind = getattr(module, "rope_type", "")
         found |= set(kind.values()) if isinstance(kind, dict) else {kind}
     return found

@@ -27,6 +27,7 @@ class CutRules:
             apart.kv,
             apart.head_dim,
         )
+        # A dict in place of an ordered set: blocks share most notes.
         self.notes: dict[str, None] = {}
         self._widths: dict[nn.Module, int] = {}
         self._planned: Mapping[str, str] = (
@@ -59,6 +60,7 @@ class CutRules:
                 for n, dims in self._rules(block).items()
             }
         learned = any("position" in dims for dims in rules.values())
+        # Lines that all blocks share become one pattern.
         lines = (f"{name} : {dims}" for name, dims in _joined(rules).items())
         return Rules.parse("\n".join(lines)), learned
 
@@ -76,6 +78,7 @@ class CutRules:
                     weight.shape[0],
                     isinstance(child, nn.Linear) and piece == "head",
                 )
+                # The vocabulary: shard a plain lookup, or the head's weight and bias.
                 if (
                     rows == self.config.vocab_size
                     and weight not in self._special
@@ -87,6 +90,7 @@ class CutRules:
                         else dims
                     )
                     dims = "vocab" if at_head and key == "bias" else dims
+                # A lookup of another size is the table of positions.
                 elif type(child) is nn.Embedding and piece == "embed":
                     dims = "position embed"
                 rules[f"{piece}.{path}.{key}"] = dims
@@ -95,6 +99,7 @@ class CutRules:
     @property
     def _special(self) -> set[nn.Parameter]:
         """Weights of the vocabulary that modules other than torch's own use."""
+        # A subclass may scale the rows, or mask them: tp's replacement would not.
         plain = nn.Linear.forward, nn.Embedding.forward
         return {
             weight
@@ -137,6 +142,7 @@ class CutRules:
         others = sorted({*styles.values()} - {"colwise", "rowwise", ""})
         outs = [name for name, style in styles.items() if style == "colwise"]
         ins = [name for name, style in styles.items() if style == "rowwise"]
+        # A pair needs column linears, row linears, and an owner whose input can fork.
         if others or not (outs and ins) or not path:
             why = (
                 f"is planned as {', '.join(others)}"
@@ -154,6 +160,7 @@ class CutRules:
         dims |= {
             name: self._dim(owner, linears[name].in_features) for name in ins
         }
+        # All sharded widths must be one dim; only KV heads may differ from it.
         if "" in dims.values() or len({*dims.values()} - {"kv"}) > 1:
             self._note(
                 path,
@@ -190,15 +197,19 @@ class CutRules:
             .removeprefix(prefix)
             .removesuffix(".weight")
         )
+        # The plan names a block by *, so numbers in a name become *.
         style = self._planned.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
         return "" if style.startswith("replicated") else str(style)
 
     def _dim(self, owner: nn.Module, width: int) -> str:
         """Map a sharded width to our dimension name, or return ""."""
+        # An MLP: the first sharded width is the ffn, and all others must equal it.
         if "core" not in owner._modules:
             return (
                 "ffn" if width == self._widths.setdefault(owner, width) else ""
             )
+        # Attention, by its numbers of heads. A fused q, k, v counts as heads where
+        # there are as many KV heads.
         if width == self.heads * self.head_dim:
             return "heads"
         if width == self.kv * self.head_dim:
@@ -213,6 +224,7 @@ class CutRules:
     ) -> str:
         """Explain why a module fails on meta with sharded linears, or return ""."""
         args, kwargs, shape = self.apart.calls[owner]
+        # The fewest ranks that divide the query heads and fit the KV heads.
         parts = next(
             (
                 n
@@ -239,6 +251,7 @@ class CutRules:
 
 def _joined(rules: Mapping[str, str]) -> dict[str, str]:
     """Merge the lines of blocks that agree, longer names first (* matches dots)."""
+    # The different dims of each pattern over all blocks: one if they agree.
     kinds: dict[str, set[str]] = {}
     for name, dims in rules.items():
         kinds.setdefault(re.sub(r"^layers\.\d+", "layers.*", name), set()).add(

@@ -78,6 +78,7 @@ class Whole:
         """Compute the loss of a batch, as a sum over its valid tokens."""
         count = valid_count(batch)
         if self.mean and not count:  # a mean over no tokens is not a number
+            # A zero that depends on every weight, so that each still gets a gradient.
             return torch.stack(
                 [x.flatten()[:1].sum() * 0 for x in self.module.parameters()]
             ).sum()
@@ -85,6 +86,7 @@ class Whole:
         loss = returned_loss(returned)
         if loss is not None:
             return loss * count if self.mean else loss
+        # Logits: the cross-entropy of phalanx's own heads, as a sum.
         logits = logits_in(returned, self.name).flatten(0, -2)
         targets = batch[TARGETS].flatten()
         return F.cross_entropy(
@@ -109,6 +111,7 @@ def whole_of_class(
         return None
     names = {parameter: name for name, parameter in weights.items()}
     places, missing = parameter_places(module, names)
+    # Modules of the class that are pieces too can be compared call by call.
     inside = set(module.modules())
     parts = {
         number: piece
@@ -152,10 +155,12 @@ def entries_for(module: nn.Module, name: str) -> dict[str, str]:
         inspect.Parameter.VAR_KEYWORD,
         inspect.Parameter.VAR_POSITIONAL,
     )
+    # Without `self` and the open-ended arguments.
     arguments = [
         p for p in list(signature.values())[1:] if p.kind not in open_kinds
     ]
     known = {p.name: p.name for p in arguments if p.name in ENTRIES}
+    # The first argument may have any name, such as `idx`: it gets the tokens.
     if (
         arguments
         and not {TOKENS, INPUTS} & known.keys()
@@ -183,6 +188,7 @@ def returned_loss(returned: Any) -> Tensor | None:
         candidates = list(returned)
     else:
         candidates = [returned, getattr(returned, "loss", None)]
+    # A loss is the first floating-point scalar, wherever the logits stand.
     scalars = [
         x
         for x in candidates
@@ -200,6 +206,7 @@ def logits_in(returned: Any, name: str) -> Tensor:
     else:
         candidates = [returned, getattr(returned, "logits", None)]
     for each in candidates:
+        # (B, T, vocab)
         if isinstance(each, Tensor) and each.dim() == 3:
             return each
     raise LayoutError(
