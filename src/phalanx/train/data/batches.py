@@ -186,6 +186,8 @@ class Batches:
         for row in range(*(rows or slice(None)).indices(self.size)):
             which, index = shared_out(first + row, self._weights)
             cut = self._train[which]
+            # Each time all of a corpus was taken, the next epoch permutes it
+            # anew.
             epoch, index = divmod(index, cut.count)
             taken.append(
                 (cut, Permutation(cut.count, self.seed, epoch)[index])
@@ -206,10 +208,12 @@ class Batches:
         The batch begins at pair `first`, counted from 0 across both parts.
         """
         (train,), (held,) = self._train, self._validation
+        # Numbers of pairs run over both parts: training first, then held out.
         counted = [(train, n) for n in range(train.count)]
         counted += [(held, n) for n in range(held.count)]
         numbers = range(*rows.indices(self.size))
         taken = (counted[first + n : first + n + 1] for n in numbers)
+        # A row beyond the last pair is padding.
         return self._stacked([one[0] if one else None for one in taken])
 
     def _pair_entries(
@@ -219,6 +223,8 @@ class Batches:
     ) -> dict[str, NDArray[Any]]:
         """Return the signs of documents, the pair numbers, and the reference model's
         margins."""
+        # Documents 2n are chosen answers, 2n + 1 the rejected ones; padding
+        # counts 0.
         signs = np.where(documents % 2 == 0, 1, -1)
         signs = np.where(documents == PADDING, 0, signs).astype(np.int64)
         pair = np.zeros(documents.shape, np.int64)
@@ -227,7 +233,9 @@ class Batches:
             if place is None:
                 continue
             cut, index = place
+            # Held-out pairs are numbered after those that are trained on.
             before = 0 if cut is self._train[0] else self._train[0].count
+            # 0 stands for rows without a pair.
             pair[row, 0] = before + index + 1
             if self.margins is not None:
                 reference[row, 0] = self.margins[before + index]
@@ -251,6 +259,7 @@ class Batches:
         counts = tuple(cut.count for cut in self._validation)
         taken: list[tuple[Sequences, int] | None] = []
         for row in range(*(rows or slice(None)).indices(self.size)):
+            # Rows beyond the last sequence of the held-out parts are padding.
             number = index * self.size + row
             which, own = (
                 shared_out(number, counts) if number < sum(counts) else (0, -1)
@@ -268,8 +277,11 @@ class Batches:
             for c in self.corpora
             if c.validation.size
         ]
+        # NaN if one corpus does not know its bytes: the comparison below is
+        # then false.
         size = sum(tokens * (known or math.nan) for tokens, known in held)
         return (
+            # Nats to bits, and tokens to bytes by the mean bytes of a token.
             loss / math.log(2) / (size / sum(n for n, _ in held))
             if size > 0
             else None
@@ -285,6 +297,8 @@ class Batches:
             "positions": np.zeros(shape, np.int64),
             "documents": np.full(shape, PADDING, np.int64),
         }
+        # `zeros` and `full` above are the padding: a row is filled as far as
+        # it has tokens.
         for row, place in enumerate(taken):
             if place is not None:
                 self._fill(
@@ -300,6 +314,7 @@ class Batches:
         self, cut: Sequences, number: int, row: dict[str, NDArray[np.int64]]
     ) -> None:
         at = 0
+        # `at` counts the tokens of the row so far; a run goes on behind them.
         for start, end in cut.runs(number):
             # includes the token after the last one, as its target, if the document has
             # one
@@ -307,6 +322,8 @@ class Batches:
             if stop - start < 2:
                 continue
             tokens, documents = cut.stream.read(start, stop)
+            # A wrong token would otherwise fail in a kernel, far from its
+            # file.
             least, most = int(tokens.min()), int(tokens.max())
             limit = self.vocab or cut.corpus.vocab or 1 << 31
             if least < 0 or most >= limit:
@@ -315,14 +332,19 @@ class Batches:
                     f" vocabulary is 0 to {limit - 1}."
                 )
             held = min(self.sequence - at, len(tokens))
+            # The target of a token is the next one; of chats, answers alone
+            # are targets.
             follows = np.where(
                 cut.stream.read_answers(start, stop)[1:], tokens[1:], IGNORED
             )
             time = np.arange(held)
             if self.masks:
+                # A document's last token must not predict the next document's
+                # first.
                 same = documents[1:] == documents[:-1]
                 follows = np.where(same, follows, IGNORED)
                 begins = np.concatenate(([True], ~same[: held - 1]))
+                # Positions count from the latest beginning of a document.
                 time = time - np.maximum.accumulate(np.where(begins, time, 0))
             else:
                 time = time + at
@@ -376,8 +398,11 @@ def _cut(
         # The last token of a stream has no target, so no sequence begins with it.
         count = -(-max(1, stream.size - 1) // sequence) if stream.size else 0
         return Sequences(corpus, stream, sequence, count)
+    # Tokens of each document.
     lengths = np.diff(stream.starts)
     kept = lengths > 1  # a single token predicts nothing
+    # A chat longer than the sequence is kept only if an answer remains in what
+    # is kept.
     longer = np.flatnonzero(lengths > sequence)
     for document in longer if stream.answers is not None else ():
         start = int(stream.starts[document])
@@ -401,6 +426,7 @@ def _cut(
         rows = best_fit(
             np.minimum(lengths[documents], sequence).tolist(), sequence
         )
+    # Row n has the documents from `edges[n]` to `edges[n + 1]` of `order`.
     edges = np.cumsum([0, *map(len, rows)])
     order = np.fromiter(
         (n for row in rows for n in row), np.int64, len(documents)
@@ -416,6 +442,8 @@ def _cut_pairs(corpus: Corpus, stream: Stream, sequence: int) -> Sequences:
     Longer pairs are skipped, because truncation would change an answer.
     """
     lengths = np.diff(stream.starts)
+    # Document 2n is the chosen answer, 2n + 1 the rejected one, each with the
+    # prompt.
     both = lengths[::2] + lengths[1::2]  # (pairs,)
     kept = np.flatnonzero(both <= sequence)
     documents = np.stack((2 * kept, 2 * kept + 1), 1).reshape(-1)
@@ -440,10 +468,12 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     bits = 0
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
         length = lengths[number]
+        # The lowest set bit from `length` on is the smallest sufficient space.
         fitting = bits >> length
         if fitting:
             space = length + (fitting & -fitting).bit_length() - 1
             row = left[space].pop()
+            # That was the last row with this space.
             if not left[space]:
                 bits ^= 1 << space
             rows[row].append(number)
@@ -470,12 +500,14 @@ def shared_out(number: int, weights: tuple[int, ...]) -> tuple[int, int]:
     total = sum(weights)
     # Times are compared as integers: (2j + 1) * unit / weight.
     unit = math.lcm(*(w for w in weights if w))
+    # In closed form up to just before `number`, then by merging a few more.
     begin = max(0, number - len(weights))
     # The number of each corpus's sequences before time `begin`; at most `number` in
     # total.
     taken = [(2 * begin * w + total) // (2 * total) for w in weights]
     missing = number - sum(taken)
     while True:
+        # A corpus of weight 0 is never due.
         times = [
             (2 * j + 1) * (unit // w) if w else math.inf
             for j, w in zip(taken, weights, strict=True)
@@ -497,9 +529,12 @@ class Permutation:
 
     def __getitem__(self, index: int) -> int:
         assert 0 <= index < self.size
+        # Half of an even number of bits that holds the largest index: a
+        # Feistel network has two halves.
         half = max(1, ((self.size - 1).bit_length() + 1) // 2)
         mask = (1 << half) - 1
         while True:
+            # Cycle walking: out of range, the result is permuted again.
             left, right = index >> half, index & mask
             for key in _keys(self.seed, self.epoch):
                 left, right = right, left ^ (_mixed(right ^ key) & mask)
@@ -509,6 +544,7 @@ class Permutation:
 
 
 @lru_cache(maxsize=64)
+# One digest has the keys of all rounds: 8 x 64 bits.
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
     digest = hashlib.sha512(f"order:{seed}:{epoch}".encode()).digest()
     return struct.unpack(f">{ROUNDS}Q", digest)

@@ -85,8 +85,10 @@ def blocks_of(sizes: Sequence[int]) -> list[int]:
     total = sum(sizes)
     if total <= WHOLE:
         return [0] * len(sizes)
+    # Blocks in proportion to the sizes, and at least one for each file.
     shares = [max(1, BLOCKS * size // total) for size in sizes]
     return [
+        # If blocks would cover the whole file, every byte is read instead.
         0 if share * BLOCK >= size else share
         for share, size in zip(shares, sizes, strict=True)
     ]
@@ -98,6 +100,8 @@ def chance_missed(share: float, blocks: int) -> float:
 
     A contiguous change of at least two sampling intervals is always found.
     """
+    # (1 - share)^blocks, computed by logarithms: a small share would vanish in
+    # 1 - share.
     return math.exp(blocks * math.log1p(-share)) if share < 1 else 0.0
 
 
@@ -105,7 +109,10 @@ def digest_of(path: Path, blocks: int, checksum: str = FASTEST) -> str:
     """Return the digest of a file's size and content. Raises OSError."""
     with open_regular(path) as file, ThreadPoolExecutor(THREADS) as pool:
         size = os.fstat(file.fileno()).st_size
+        # Size and number of blocks are part of the digest, so ways of reading
+        # are not confused.
         whole = CHECKSUMS[checksum](f"{size} {blocks}".encode())
+        # Ranges are hashed by threads, and their digests joined in order.
         for part in pool.map(
             partial(_part, file.fileno(), checksum), _ranges(size, blocks)
         ):
@@ -115,6 +122,7 @@ def digest_of(path: Path, blocks: int, checksum: str = FASTEST) -> str:
 
 def _part(descriptor: int, checksum: str, span: tuple[int, int]) -> bytes:
     at, length = span
+    # `pread` has no position to share, so threads read one descriptor.
     digest: bytes = CHECKSUMS[checksum](
         os.pread(descriptor, length, at)
     ).digest()
@@ -142,6 +150,8 @@ def _ranges(size: int, blocks: int) -> Iterator[tuple[int, int]]:
 
 def kept_digest(path: Path, blocks: int) -> str:
     """Return the digest of a file, from the cache if the file has not changed."""
+    # The status before and after: a file written meanwhile has no valid
+    # digest.
     before = path.stat()
     file = _kept_at(path, before, blocks)
     known = _known(file) if before.st_size >= KEPT else ""
@@ -162,12 +172,16 @@ def identity_of(status: os.stat_result) -> list[int]:
     """Return the status fields of a file that change whenever it is written or
     replaced."""
     return [
+        # The change time also rises where a tool sets back the modification
+        # time.
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
     ]  # fmt: skip
 
 
 def _kept_at(path: Path, status: os.stat_result, blocks: int) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # The status is part of the key, so a changed file has another name in the
+    # cache.
     key = [os.path.abspath(path), *identity_of(status), blocks, FASTEST]
     name = hashlib.sha256(
         json.dumps(key).encode("utf-8", "replace")
@@ -177,6 +191,7 @@ def _kept_at(path: Path, status: os.stat_result, blocks: int) -> Path:
 
 def _known(file: Path) -> str:
     with suppress(OSError, ValueError), open_regular(file) as opened:
+        # Anything else in the cache file counts as unknown.
         text = opened.read(200).decode()
         return text if _DIGEST.fullmatch(text) else ""
     return ""
@@ -188,6 +203,7 @@ def _keep(file: Path, digest: str) -> None:
     with suppress(OSError):  # a digest that cannot be cached is computed again
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, digest)
+        # The oldest digests go first.
         there = sorted(
             file.parent.iterdir(), key=lambda each: each.stat().st_mtime
         )
@@ -204,6 +220,7 @@ def described(
     """Return the records with the digests of their files, each given as role and path.
     Raises OSError."""
     paths = [path for _, files in sources for _, path in files]
+    # Blocks are shared out over the files of all sources together.
     sizes = [path.stat().st_size for path in paths]
     counts = iter(zip(sizes, blocks_of(sizes), strict=True))
     records = []
@@ -221,6 +238,7 @@ def fingerprint(records: Sequence[SourceRecord]) -> str:
     """Return one digest of the content, order and weights of all sources, independent
     of their paths."""
     rows = [
+        # No paths, names or times: a moved folder is the same data.
         [
             record.reading, record.content, weight, record.train, record.validation,
             [[each.role, each.size, each.digest] for each in record.files],
@@ -232,6 +250,7 @@ def fingerprint(records: Sequence[SourceRecord]) -> str:
 
 def _weights(records: Sequence[SourceRecord]) -> list[int]:
     """Return the smallest integers with the same ratios."""
+    # Weights 2 and 4 are the same mixture as 1 and 2.
     unit = math.gcd(*(record.weight for record in records)) or 1
     return [record.weight // unit for record in records]
 
@@ -252,6 +271,7 @@ def differences(
         names = ", ".join(record.name for record in there)
         return [
             f"there are {len(here)} sources, and there were {len(there)}: {names}"
+            # Compare like with like: the earlier checksum and number of blocks.
         ]
     here = [
         _in_the_way_of(*pair, digest) for pair in zip(there, here, strict=True)
@@ -264,6 +284,7 @@ def differences(
         for x in (there, here)
     )
     wrong = []
+    # The same sources in another order are a fault of their own.
     if was != now and sorted(was) == sorted(now):
         order = ", ".join(here[now.index(each)].name for each in was)
         wrong.append(
@@ -292,11 +313,13 @@ def _in_the_way_of(
     files = []
     for number, each in enumerate(here.files):
         old = there.files[number] if number < len(there.files) else each
+        # "blake3:..." -> the name of the checksum.
         checksum = old.digest.partition(":")[0]
         same_way = (old.blocks, checksum) == (
             each.blocks,
             each.digest.partition(":")[0],
         )
+        # Another size is a difference already, so nothing has to be read.
         if not same_way and old.size == each.size and checksum in CHECKSUMS:
             remade = digest(Path(each.path), old.blocks, checksum)
             each = replace(each, blocks=old.blocks, digest=remade)
@@ -307,6 +330,7 @@ def _in_the_way_of(
 def _changes(old: SourceRecord, new: SourceRecord) -> Iterator[str]:
     """Yield the changes of one source since the checkpoint."""
     roles = {each.role: each for each in old.files}
+    # Other roles mean another kind of source.
     if [*roles] != [each.role for each in new.files]:
         yield f"{new.name} is read in place of {old.name}"
         return
@@ -328,6 +352,7 @@ def _changes(old: SourceRecord, new: SourceRecord) -> Iterator[str]:
         yield f"{new.name} has other content"
     if old.reading != new.reading:
         yield f"{new.name} is read as {new.reading}, and was as {old.reading}"
+    # With equal files, only another split can differ.
     elif not changed and (old.train, old.validation) != (
         new.train,
         new.validation,

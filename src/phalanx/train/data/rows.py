@@ -119,6 +119,7 @@ def form_of(sources: Sequence[Source], name: str) -> Form:
         if source.kind == "text":
             continue
         try:
+            # The first row that tells its form decides for all sources.
             for block in blocks(source):
                 for _, row in _objects(block, []):
                     try:
@@ -126,10 +127,12 @@ def form_of(sources: Sequence[Source], name: str) -> Form:
                             return form
                     except BadRow as error:
                         why = why or str(error)
+                # A block of faulty rows is enough to report the first of them.
                 if why:
                     break
         except BadFile as error:
             why = why or str(error)
+    # Plain text has no rows, so beside it a fault does not decide.
     if why and all(source.kind != "text" for source in sources):
         raise DataError(f"{why}.")
     return Form(name or TEXT, False)
@@ -143,11 +146,13 @@ def _form(row: Any, name: str, where: str) -> Form | None:
         raise BadRow(
             f"{where}: has no {name!r}; it has {_names(row)}. Use --field"
         )
+    # The named column decides: a text, or a chat as a list of messages.
     if name:
         return (
             Form(name, not isinstance(row[name], str)) if row[name] else None
         )
     known = [each for each in (TEXT, MESSAGES, SHAREGPT) if each in row]
+    # Empty columns do not count: files often have unused ones.
     there = [each for each in known if row[each]]
     if len(there) > 1:
         raise DataError(
@@ -155,8 +160,10 @@ def _form(row: Any, name: str, where: str) -> Form | None:
         )
     if there:
         return Form(there[0], there[0] != TEXT)
+    # Other rows may have a pair of columns that belong together.
     if all(each in row for each in PAIR):
         return Form("", True)
+    # Chosen and rejected as texts need no chat template.
     if "chosen" in row and "rejected" in row:
         return Form("", True, PREFERENCE, isinstance(row["chosen"], str))
     if "instruction" in row and "output" in row:
@@ -175,6 +182,8 @@ def read_rows(block: SourceBlock, form: Form) -> Rows:
     if block.source.kind == "text":
         _plain_text(block, form, rows)
         return rows
+    # Plain columns of text are read as a whole, without an object for each
+    # row.
     if not form.chat and _column(block, form, rows):
         return rows
     texts = list[bytes]()
@@ -228,6 +237,7 @@ def _plain_text(block: SourceBlock, form: Form, rows: Rows) -> None:
             )
         return
     try:
+        # Only checked: the bytes are kept as they are.
         content.decode()
     except UnicodeDecodeError as error:
         at = f"byte {error.start} of document {block.first} (0x{content[error.start]:02x})"
@@ -254,10 +264,12 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
         content.batch
         if isinstance(content, Table)
         else _lines_as_table(block, form)
+        # JSON lines that are regular enough become a table as well.
     )
     if table is None:
         return False
     pyarrow = importlib.import_module("pyarrow")
+    # NULL, numbers and nested columns have another type.
     if table.schema.field(form.field).type not in (
         pyarrow.string(),
         pyarrow.large_string(),
@@ -274,17 +286,21 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
         return False
     else:
         column = column.chunk(0)
+    # Numbers of the rows in the file, from which empty ones are taken away.
     numbers = np.arange(block.first, block.first + len(column))
     if column.null_count:
         numbers = numbers[column.is_valid().to_numpy(zero_copy_only=False)]
         column = column.drop_null()
+    # Arrow's layout of text: an offset for each row, and all bytes together.
     _, offsets, data = column.buffers()
+    # A slice shares the buffer of its table and begins at `column.offset`.
     edges = np.frombuffer(offsets, np.int64)[column.offset :][
         : len(column) + 1
     ]
     lengths = np.diff(edges)
     rows.empty = table.num_rows - int((lengths > 0).sum())
     rows.numbers = numbers[lengths > 0].tolist()
+    # Without a copy: the texts are adjacent in the buffer.
     rows.raw = memoryview(data)[edges[0] : edges[-1]] if data else b""
     rows.lengths = lengths[lengths > 0]
     return True
@@ -303,8 +319,10 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
         _ = block.content.isascii() or block.content.decode()
     except (ImportError, UnicodeDecodeError):
         return None
+    # The field's type is given, so that a number in it is a fault, not a text.
     schema = pyarrow.schema([(form.field, pyarrow.large_string())])
     try:
+        # One block for all content, since the column has to be one chunk.
         table = reader.read_json(
             pyarrow.BufferReader(block.content),
             reader.ReadOptions(
@@ -329,6 +347,7 @@ def _objects(
     block: SourceBlock, faults: list[str]
 ) -> Iterator[tuple[int, Any]]:
     """Yield numbered rows; unreadable ones are added to `faults`."""
+    # Blocks of JSON arrays were decoded when they were cut.
     if isinstance(block.content, list):
         yield from enumerate(block.content, block.first)
         return
@@ -353,9 +372,11 @@ def _objects(
         lines = block.content.decode().split("\n")
     except UnicodeDecodeError:  # the loop below finds the invalid line
         lines = block.content.split(b"\n")
+    # Decoded line by line if the whole block is not valid.
     for number, line in enumerate(lines, block.first):
         try:
             text = line if isinstance(line, str) else line.decode()
+            # A blank line is no row.
             if text.strip(" \t\r\v\f"):
                 yield number, json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -405,7 +426,9 @@ def _add_chat(row: Any, number: int, form: Form, rows: Rows) -> None:
 def _instruction(row: Any) -> list[Message]:
     """Return the messages of an instruction with its optional input, and its output."""
     instruction, output = (
-        _named(row, each) for each in ("instruction", "output")
+        _named(row, each)
+        for each in ("instruction", "output")
+        # `input` may be missing or empty: it then adds nothing to the instruction.
     )
     about = row.get("input")
     for value in (instruction, output, about):
@@ -422,6 +445,7 @@ def _add_pair(row: Any, number: int, form: Form, rows: Rows) -> None:
     document."""
     both = [_named(row, name) for name in ("chosen", "rejected")]
     prompt = row.get("prompt")
+    # Without any answer the row is empty; with one it lacks the other.
     if not any(both):
         rows.empty += 1
         return
@@ -442,6 +466,7 @@ def _add_pair(row: Any, number: int, form: Form, rows: Rows) -> None:
             rows.unanswered += 1
             return
         made = [(messages, row.get("tools") or None) for messages in chats]
+    # Both documents carry the number of their row.
     rows.numbers += [number, number]
     rows.chats += made
 
@@ -451,12 +476,15 @@ def _pair_of_chats(prompt: Any, both: list[Any]) -> list[list[Message]]:
     chats begin with."""
     asked = _turn(prompt, "user", "prompt")
     chats = [_messages(value) for value in both]
+    # Without a prompt, both chats repeat it: their common beginning is the
+    # prompt.
     if not asked:
         shared = 0
         for one, other in zip(*chats, strict=False):
             if one != other:
                 break
             shared += 1
+        # Weight 0 keeps assistant messages of the prompt out of training.
         asked = [message | {"weight": 0} for message in chats[0][:shared]]
         chats = [messages[shared:] for messages in chats]
     return [asked + messages for messages in chats]
@@ -469,11 +497,13 @@ def _is_answered(messages: list[Message]) -> bool:
 def answers(number: int, message: Message) -> bool:
     """True if a message is an answer to train on. OpenAI's format excludes those with
     weight 0."""
+    # A call of a tool is an answer without content.
     said = any(
         message.get(each)
         for each in ("content", "tool_calls", "reasoning_content")
     )
     own = message["role"] == ASSISTANT and message.get("weight", 1) != 0
+    # A chat's first message has no prompt to answer.
     return number > 0 and own and bool(said)
 
 
@@ -505,7 +535,9 @@ def _messages(value: Any) -> list[Message]:
 def _message(number: int, message: Any) -> Message:
     if not isinstance(message, dict):
         raise BadRow(f"message {number} is not an object")
+    # Some writers store absent keys as null.
     plain = {name: x for name, x in message.items() if x is not None}
+    # ShareGPT: `from` and `value`.
     if "role" not in plain and "from" in plain:
         role = _ROLES.get(str(plain.pop("from")).lower())
         if role is None:
@@ -517,6 +549,7 @@ def _message(number: int, message: Any) -> Message:
         raise BadRow(f"message {number} has no role; it has {_names(message)}")
     if not isinstance(plain.get("content", ""), str):
         raise BadRow(f"the content of message {number} is not text")
+    # Half of a surrogate pair is valid in JSON, and not in UTF-8.
     for value in plain.values():
         if isinstance(value, str):
             _utf8(value, f"message {number}: ")

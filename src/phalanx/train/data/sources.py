@@ -76,6 +76,8 @@ class Table:
     def __reduce__(self) -> Any:
         pyarrow, ipc = map(importlib.import_module, ("pyarrow", "pyarrow.ipc"))
         sink = pyarrow.BufferOutputStream()
+        # A stream writes the rows of a slice alone, where pickle would send
+        # the whole buffer.
         with ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
         return _sent_table, (sink.getvalue().to_pybytes(),)
@@ -112,6 +114,7 @@ def find_sources(path: Path) -> list[Source]:
     )
     if not sources:
         raise DataError(f"{path} holds no file.")
+    # By the parts of the path: "a/b" before "a-b", on every machine.
     return sorted(sources, key=lambda source: source.name.split("/"))
 
 
@@ -126,22 +129,27 @@ def _below(root: Path, folder: Path, split: int | None) -> Iterator[Source]:
             files.open(name).close()
             yield _source(folder / name, root, split)
         return
+    # A folder of splits, one folder each.
     if (folder / _SPLITS).is_file():
         # A test split is neither trained on nor read.
         parts = [folder / name for name in SPLITS if (folder / name).is_dir()]
         for number, part in enumerate(parts):
+            # A single split says nothing about what is held out.
             yield from _below(root, part, number if len(parts) > 1 else None)
         return
     for path in sorted(folder.iterdir()):
+        # Hidden files are caches and leftovers of tools.
         if path.name.startswith("."):
             continue
         if not path.is_dir():
             yield _source(path, root, split)
+        # Linked folders are left out: they may lead in circles or out.
         elif not path.is_symlink():
             yield from _below(root, path, split)
 
 
 def _source(path: Path, root: Path, split: int | None = None) -> Source:
+    # A link inside the folder, as caches of downloads have, is followed.
     if path.is_symlink() and root.resolve() not in path.resolve().parents:
         raise DataError(
             f"{path}: is a link out of its folder; put the file itself there."
@@ -150,6 +158,7 @@ def _source(path: Path, root: Path, split: int | None = None) -> Source:
         raise DataError(f"{path}: is not a regular file.")
     status, plain = (
         path.stat(),
+        # "data.jsonl.gz" is a file of lines, whatever packs it.
         path.with_suffix("") if path.suffix in _PACKED else path,
     )
     kinds = {".jsonl": "lines", ".ndjson": "lines", ".json": "array"}
@@ -180,6 +189,8 @@ def blocks(
         elif source.kind == "lines":
             yield from _lines(source, file, raw)
         else:
+            # About 64 documents at least, so that a part of 5 % can be held
+            # out.
             longest = (
                 max(SHORTEST, min(LONGEST, source.size // 64))
                 if alone
@@ -202,6 +213,7 @@ class _Unpacked(io.RawIOBase):
         self.ready = memoryview(b"")
         self.unpacker: Any = None
         self.errors: tuple[type[Exception], ...] = (zlib.error,)
+        # 31: a gzip header and a window of 32 KiB.
         self.begin: Any = lambda: zlib.decompressobj(31)
         if path.suffix == ".zst":
             zstandard = needed("zstandard", path, "to read .zst")
@@ -217,6 +229,7 @@ class _Unpacked(io.RawIOBase):
             packed = self.rest or self.file.read(1 << 14)
             self.rest = b""
             if not packed:
+                # An open member at the end of the file.
                 if self.unpacker is not None:
                     raise BadFile(
                         str(self.path),
@@ -228,6 +241,7 @@ class _Unpacked(io.RawIOBase):
                 self.ready = memoryview(self.unpacker.decompress(packed))
             except self.errors as error:
                 raise BadFile(str(self.path), f"is damaged: {error}") from None
+            # A file may have several members, as `cat a.gz b.gz` makes.
             if self.unpacker.eof:
                 self.rest, self.unpacker = self.unpacker.unused_data, None
         count = min(len(into), len(self.ready))
@@ -261,6 +275,7 @@ def needed(module: str, place: object, what: str) -> Any:
         ) from None
 
 
+# `rest` holds the begun character at the end of the previous document.
 def _texts(
     source: Source, file: BinaryIO, raw: BinaryIO, longest: int
 ) -> Iterator[SourceBlock]:
@@ -270,9 +285,11 @@ def _texts(
             raise BadFile(
                 str(source.path), "is not text: it has bytes of zero"
             )
+        # Documents end at line ends, if a line does.
         content += b"" if content.endswith(b"\n") else file.readline(longest)
         # A line without end is cut, but never within a UTF-8 character.
         tail = content[-4:]
+        # The bytes that form whole characters: the rest is the begun one.
         cut = (
             len(content)
             - len(tail)
@@ -281,6 +298,7 @@ def _texts(
         content, rest = content[:cut], content[cut:]
         if not content:  # the file ends within a character
             content, rest = rest, b""
+        # A byte-order mark belongs to the file, not to its first document.
         text = content.removeprefix(codecs.BOM_UTF8) if not number else content
         yield SourceBlock(source, number, text, raw.tell())
         number += 1
@@ -291,6 +309,7 @@ def _lines(
 ) -> Iterator[SourceBlock]:
     first = 1
     while content := file.read(BLOCK):
+        # A block ends at the end of a line.
         content += b"" if content.endswith(b"\n") else file.readline(LINE)
         if len(content) >= LINE:
             raise BadFile(
@@ -301,6 +320,7 @@ def _lines(
         lines = int(
             np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n"))
         )
+        # The last line may lack its newline.
         lines += not content.endswith(b"\n")
         yield SourceBlock(
             source,
@@ -316,11 +336,14 @@ def _objects(
     source: Source, file: BinaryIO, raw: BinaryIO
 ) -> Iterator[SourceBlock]:
     """Yield the elements of a JSON array. A .json file may also hold JSON lines."""
+    # `utf-8-sig` skips a byte-order mark.
     reader = codecs.getreader("utf-8-sig")(file)
     decoder, number, batch, size = json.JSONDecoder(), 0, list[Any](), 0
     place, wrong = str(source.path), None
     try:
         text = reader.read(BLOCK).lstrip()
+        # An object first: JSON lines in a .json file, or one object over many
+        # lines.
         if text[:1] == "{":
             file.seek(0)
             try:
@@ -338,16 +361,20 @@ def _objects(
         at, ended = 1, False
         while True:
             place = f"{source.path}, element {number}"
+            # Commas and white space between elements.
             while at < len(text) and text[at] in " \t\r\n,":
                 at += 1
             if text[at : at + 1] == "]":
                 break
             try:
                 value, stop = decoder.raw_decode(text, at)
+            # Not complete here: read on before judging it.
             except ValueError:
                 stop = len(text)
             # A value that ends where the text does may continue in the unread part.
             if stop >= len(text) and not ended:
+                # Twice as much each time, so that long elements take linear
+                # time.
                 more = reader.read(max(BLOCK, len(text) - at))
                 text, at, ended = text[at:] + more, 0, not more
                 if len(text) > LINE:
@@ -361,10 +388,12 @@ def _objects(
             batch.append(value)
             size, at, number = size + stop - at, stop, number + 1
             if size >= BLOCK:
+                # `first` is the number of the batch's first element.
                 yield SourceBlock(
                     source, number - len(batch), batch, raw.tell()
                 )
                 batch, size = [], 0
+    # What was read before a fault is yielded before the fault is raised.
     except BadFile as error:
         wrong = error
     except (ValueError, RecursionError) as error:
@@ -383,10 +412,13 @@ def _tables(source: Source, columns: tuple[str, ...]) -> Iterator[SourceBlock]:
     number = 0
     try:
         for batch, total in _batches(source, columns):
+            # Rows of about a MiB, by the mean size of this batch's rows.
             step = max(1, batch.num_rows * BLOCK // max(1, batch.nbytes))
             for start in range(0, batch.num_rows, step):
                 part, first = batch.slice(start, step), number
                 number += part.num_rows
+                # The share of the rows read, as bytes of the file; a stream's
+                # total is unknown.
                 behind = source.size * number // max(number, total)
                 yield SourceBlock(source, first, Table(part), behind)
     except (pyarrow.ArrowException, OSError) as error:
@@ -408,6 +440,8 @@ def _batches(
             source.path
         ) as file:
             wanted = _wanted(source, file.schema_arrow.names, columns)
+            # Batches of 1,024 rows bound memory; row groups may have
+            # gigabytes.
             for batch in file.iter_batches(batch_size=1024, columns=wanted):
                 yield batch, file.metadata.num_rows
         return
@@ -421,6 +455,7 @@ def _batches(
 def _wanted(
     source: Source, names: list[str], columns: tuple[str, ...]
 ) -> list[str]:
+    # Only the first column has to exist: tools are optional.
     if columns and columns[0] not in names:
         known = ", ".join(names[:8])
         raise BadFile(

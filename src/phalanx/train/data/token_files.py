@@ -65,15 +65,21 @@ class Stream:
         self, start: int, stop: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens `start` to `stop`, and the number of each one's document."""
+        # Before every access: reading a part that was cut off would kill the
+        # process.
         refuse_cut(self.tokens)
         refuse_cut(self.starts)
+        # The documents that contain the first and the last token.
         first, last = (
             np.searchsorted(self.starts, (start, stop - 1), "right") - 1
         )
+        # The borders of documents, clipped to the tokens asked for.
         edges = np.clip(self.starts[first : last + 2], start, stop)
         documents = np.repeat(np.arange(first, last + 1), np.diff(edges))
+        # The stream is its own array.
         if self.origins is None:
             return self.tokens[start:stop].astype(np.int64), documents
+        # How much further each document lies in the mixed array.
         shift = self.origins[first : last + 1] - self.starts[first : last + 1]
         runs = zip(shift, edges, edges[1:], strict=False)
         parts = [
@@ -145,6 +151,7 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
     path = Path(source)
     if (path / INDEX).is_file():
         return open_prepared(path)
+    # nanoGPT: one document each, as these files have no boundaries.
     if all((path / name).is_file() for name in _NANOGPT):
         parts = [_bin(path / name) for name in _NANOGPT]
         train, validation = (
@@ -158,6 +165,7 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
         return Corpus(
             str(path), train, validation, 0, mark, files=files, reading=reading
         )
+    # Megatron: either of the two files names both.
     if path.suffix in (".bin", ".idx") and path.with_suffix(".idx").is_file():
         return _open_megatron(path, share)
     if path.suffix in (".bin", *RAW) and path.is_file():
@@ -210,12 +218,15 @@ def map_file(
     """Map `count` values of a file, from `offset` to its end, without reading them."""
     with folder.open(name) as file:
         size = os.fstat(file.fileno()).st_size
+        # Exact sizes: a longer or shorter file is not what its index
+        # describes.
         if size != offset + count * dtype.itemsize:
             folder.refuse(
                 name,
                 f"has {size:,} bytes; {count:,} numbers of {dtype} are {count * dtype.itemsize:,},"
                 f" from byte {offset:,} on.",
             )
+        # An empty file cannot be mapped.
         if not count:
             return np.empty(0, dtype)
         mapped: np.memmap[Any, Any] = np.memmap(
@@ -233,6 +244,7 @@ def refuse_cut(mapped: NDArray[Any]) -> None:
     mapping: Any = getattr(mapped, "_mmap", None)
     if not isinstance(mapped, np.memmap) or mapping is None:
         return
+    # The size of the file now, through the mapping's own descriptor.
     wanted, size = mapped.offset + mapped.nbytes, mapping.size()
     if size < wanted:
         raise DataError(
@@ -243,6 +255,7 @@ def refuse_cut(mapped: NDArray[Any]) -> None:
 
 def _rises(offsets: NDArray[np.int64], last: int) -> bool:
     return (
+        # Offsets start at 0, never fall, and end with the last token.
         offsets[0] == 0
         and offsets[-1] == last
         and not (np.diff(offsets) < 0).any()
@@ -252,6 +265,7 @@ def _rises(offsets: NDArray[np.int64], last: int) -> bool:
 def held_out(names: Iterable[str], share: float) -> NDArray[np.bool_]:
     """Return a mask of the held-out documents, by name and independent of their
     order."""
+    # A document is held out or not whatever else is in the data.
     # Compared as bytes: the first eight of a digest are a number below 2**64, like the
     # limit.
     limit = min(math.ceil(share * 2**64), 2**64 - 1).to_bytes(8, "big")
@@ -275,6 +289,8 @@ def _split(
     chosen = held_out(names or map(str, range(len(ends) - 1)), share)
 
     def part(mask: NDArray[np.bool_]) -> Stream:
+        # Documents of a part stand one after another in the stream of that
+        # part.
         starts = np.concatenate(([0], np.cumsum(np.diff(ends)[mask]))).astype(
             np.int64
         )
@@ -380,6 +396,7 @@ def _index(folder: Folder) -> Index:
             f"is not an index that this reads: {FORMAT!r} of version {VERSION}.",
         )
     index = decode(Index, table, where, DataError)
+    # A narrow dtype could not hold the largest token.
     if index.vocab > 1 << 8 * DTYPES[index.dtype].itemsize:
         folder.refuse(
             INDEX, f"tokens of type {index.dtype} cannot name {index.vocab}."
@@ -405,6 +422,7 @@ def _stream(folder: Folder, index: Index, name: str) -> Stream:
     starts = map_file(
         folder, f"{name}.documents", np.dtype("<i8"), split.documents + 1
     )
+    # Offsets that fall would lead reads out of the file.
     if not _rises(starts, len(tokens)):
         folder.refuse(
             f"{name}.documents",
@@ -426,6 +444,7 @@ def verify_prepared(path: Path) -> list[str]:
         folder = Folder(path, DataError)
         splits = _index(folder).splits
         return [
+            # An empty checksum means that the split has no such file.
             f"{path / f'{name}.{what}'}: its checksum is not that of the index; prepare it again."
             for name, split in asdict(splits).items()
             for what in ("tokens", "documents", ANSWERS)
@@ -453,6 +472,7 @@ def _bin(path: Path) -> tuple[Tokens, str]:
         size = os.fstat(file.fileno()).st_size
         head = file.read(HEADER)
     mark = hashlib.sha256(head + str(size).encode()).hexdigest()
+    # Shorter files have no header of llm.c.
     magic, version, count = (
         struct.unpack_from("<3i", head) if len(head) == HEADER else (0, 0, 0)
     )
@@ -468,7 +488,11 @@ def _bin(path: Path) -> tuple[Tokens, str]:
         what = f"has {size:,} bytes; {dtype} tokens are a multiple of {dtype.itemsize}."
         folder.refuse(path.name, what)
     tokens = map_file(folder, path.name, dtype, size // dtype.itemsize)
+    # Every second value: the high halves, if 32-bit tokens were read as 16-bit
+    # ones.
     high, low = tokens[1 : 1 << 15 : 2], tokens[: 1 << 15 : 2]
+    # A vocabulary below 2^19 has high halves below 8, and low ones beyond a
+    # byte.
     halves = len(high) >= 16 and int(high.max()) < 8 and int(low.max()) >= 256
     if path.suffix == ".bin" and halves:
         folder.refuse(
@@ -491,6 +515,8 @@ def _open_megatron(path: Path, share: float) -> Corpus:
     name = f"{path.stem}.idx"
     with folder.open(name) as file:
         size = os.fstat(file.fileno()).st_size
+        # 9 bytes of magic, then version (8), dtype (1), and two counts (8
+        # each).
         head = file.read(34)
         if len(head) < 34 or head[:9] != MEGATRON:
             folder.refuse(
@@ -502,6 +528,8 @@ def _open_megatron(path: Path, share: float) -> Corpus:
                 name,
                 f"has version {version} and dtype {code}; 1 and integers are read.",
             )
+        # 4 bytes of length and 8 of position for each sequence, 8 for each
+        # document.
         wanted = 34 + 12 * sequences + 8 * count
         # Checked before anything is allocated: a header may contain any count.
         if count < 1 or size not in (wanted, wanted + sequences):
@@ -517,6 +545,7 @@ def _open_megatron(path: Path, share: float) -> Corpus:
     pointers = np.frombuffer(content, "<i8", sequences, 34 + 4 * sequences)
     documents = np.frombuffer(content, "<i8", count, 34 + 12 * sequences)
     dtype = np.dtype(MEGATRON_DTYPES[code])
+    # In tokens, where the file's own pointers count bytes.
     offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     if bool((lengths < 0).any()):
         folder.refuse(name, "a sequence has a negative length.")
@@ -533,6 +562,7 @@ def _open_megatron(path: Path, share: float) -> Corpus:
     files = tuple(
         (suffix, path.with_suffix(suffix)) for suffix in (".bin", ".idx")
     )
+    # Documents consist of sequences: their starts in tokens.
     streams = _split(tokens, offsets[documents], share)
     return Corpus(
         str(path), *streams, 0, mark, files=files, reading=_reading(tokens)
@@ -561,6 +591,8 @@ def open_library(share: float = HELD_OUT) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, below, files in os.walk(root):
+        # Sorted in place: `os.walk` descends in this order, on every file
+        # system.
         below[:] = sorted(set(below) - _LEFT_OUT)
         paths += [
             path
@@ -580,6 +612,7 @@ def open_library(share: float = HELD_OUT) -> Corpus:
     ends = np.cumsum([0, *map(len, texts.values())])
     streams = _split(np.frombuffer(whole, np.uint8), ends, share, list(texts))
     mark = hashlib.sha256(whole).hexdigest()
+    # `replace` only for names that are not UTF-8.
     # The names of the modules decide which are held out.
     names = hashlib.sha256(
         "\n".join(texts).encode("utf-8", "replace")

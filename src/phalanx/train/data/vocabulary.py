@@ -72,6 +72,8 @@ class Bytes:
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens to text. A token beyond the bytes, of a larger vocabulary,
         becomes U+FFFD."""
+        # 0xff occurs in no UTF-8 text, so it decodes to the replacement
+        # character.
         known = [
             bytes([token]) if token < self.size else b"\xff"
             for token in tokens
@@ -111,8 +113,10 @@ class Tokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"{path}: is not a {FILE}: {error}.") from None
+        # Settings of inference, which would cut or lengthen texts.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        # Everything that decides how texts and chats become tokens.
         texts = [text]
         if self.folder:
             there = [
@@ -147,6 +151,7 @@ class Tokenizer:
         """Return the end-of-text token of a model's folder."""
         files, end = Folder(folder, DataError), None
         if (folder / MODEL).is_file():
+            # The model's configuration first: it is what generation stops at.
             end = files.json(MODEL, LIMIT).get("eos_token_id")
         if end is None and (folder / CONFIG).is_file():
             text = files.text(CONFIG, LIMIT)
@@ -156,6 +161,7 @@ class Tokenizer:
                 raise DataError(
                     f"{folder / CONFIG}: is not a JSON object: {error}."
                 ) from None
+            # transformers writes special tokens as text or as an object.
             token = token.get("content") if isinstance(token, dict) else token
             end = (
                 self._tokenizer.token_to_id(token)
@@ -164,6 +170,7 @@ class Tokenizer:
             )
         # further ones end a turn of a chat
         end = end[0] if isinstance(end, list) and end else end
+        # `type`, because True would pass for 1.
         if type(end) is not int or not 0 <= end < self.size:
             raise DataError(
                 f"{folder / MODEL}: 'eos_token_id' is not a token of {FILE}. Prepare the data with"
@@ -174,6 +181,7 @@ class Tokenizer:
     def encode(
         self, raw: bytes | memoryview, lengths: NDArray[np.int64]
     ) -> Encoded:
+        # Bounds of each text in the joined bytes.
         edges = [0, *accumulate(lengths.tolist())]
         texts = [str(raw[a:b], "utf-8") for a, b in pairwise(edges)]
         # the fast form computes no offsets
@@ -184,6 +192,7 @@ class Tokenizer:
         numbers = [each.ids for each in encoded]
         flat = list(
             chain.from_iterable(chain(ids, closing) for ids in numbers)
+            # Tokens of all texts in a row, each closed by the end of text.
         )
         counts = np.fromiter(map(len, numbers), np.int64, len(numbers)) + len(
             closing
@@ -197,6 +206,7 @@ class Tokenizer:
         """The tokens that end generated text, from the files of the tokenizer's
         folder."""
         found = set() if self.end is None else {self.end}
+        # Models of chats list several ends, such as the end of a turn.
         for name in (MODEL, GENERATION):
             if self.folder is not None and (self.folder / name).is_file():
                 value = (
@@ -239,6 +249,7 @@ class Tokenizer:
         """Tokenize one chat with its template and mark its answers."""
         template = self._chat_template
         try:
+            # A template with {% generation %} marks the answers itself.
             if re.search(r"\{%-?\s*generation", template.chat_template):
                 return self._marked(messages, tools)
             text, spans = self._spans(messages, tools)
@@ -252,6 +263,7 @@ class Tokenizer:
             )
             raise BadRow(f"its chat template refuses it: {what}") from None
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        # A token counts if it shares a character with an answer.
         marks = [
             any(a < stop and b > start for start, stop in spans)
             for a, b in encoded.offsets
@@ -278,6 +290,7 @@ class Tokenizer:
         )
         needed("jinja2", self.folder, "to fill in a chat template")
         try:
+            # From local files alone, and without code of the folder.
             made = transformers.PreTrainedTokenizerFast.from_pretrained(
                 str(self.folder), local_files_only=True
             )
@@ -285,6 +298,7 @@ class Tokenizer:
             raise DataError(
                 f"{self.folder}: transformers cannot read it: {error}."
             ) from None
+        # A dict of templates leaves open which one to train with.
         if not isinstance(made.chat_template, str):
             what = (
                 "several chat templates"
@@ -306,6 +320,7 @@ class Tokenizer:
         self, messages: list[Message], tools: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a chat as text, with the start and end of each answer."""
+        # "weight" is ours and OpenAI's; templates do not know it.
         plain = [
             {k: x for k, x in message.items() if k != "weight"}
             for message in messages
@@ -318,15 +333,19 @@ class Tokenizer:
                 plain[:n], tools, add_generation_prompt=True
             )
             upto = self._written(plain[: n + 1], tools)
+            # An answer's span is valid only if longer chats begin with the
+            # same text.
             if not (text.startswith(upto) and upto.startswith(prompt)):
                 raise BadRow(
                     f"the chat template renders message {n} differently when it is the last one;"
                     " mark answers in it with {% generation %} and {% endgeneration %}"
                 )
+            # Characters between the prompt and the end of this turn.
             spans.append((len(prompt), len(upto)))
         return text, spans
 
     def _marked(self, messages: list[Message], tools: Any) -> Encoded:
+        # The template's marks would ignore the weight.
         if any(message.get("weight", 1) == 0 for message in messages):
             raise BadRow(
                 "one of its messages has weight 0, and the template marks all answers"
