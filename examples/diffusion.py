@@ -21,10 +21,7 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.down, self.shift = (
-            nn.Linear(2 * WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.down, self.shift = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         return x + self.down(self.up(self.norm(x) + self.shift(time)).relu())
@@ -41,10 +38,7 @@ class Denoiser(nn.Module):
 
     def forward(self, points: Tensor, times: Tensor) -> Tensor:
         angles = (times[:, None] * self.rates).to(points.dtype)
-        time, x = (
-            torch.cat((angles.sin(), angles.cos()), -1),
-            self.enter(points),
-        )
+        time, x = torch.cat((angles.sin(), angles.cos()), -1), self.enter(points)
         for block in self.blocks:
             x = block(x, time)
         return self.leave(x)
@@ -72,12 +66,7 @@ def main(world, layout: str = "", steps: int = 20) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Denoiser(4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    own = {
-        "loss": denoising,
-        "example": next(noised(1)),
-        "world": world,
-        "clip": 1.0,
-    }
+    own = {"loss": denoising, "example": next(noised(1)), "world": world, "clip": 1.0}
     run = phalanx.prepare(model, optimizer, layout, **own)
     for batch in run.shard(noised(steps)):
         result = run.step(batch)

@@ -24,10 +24,7 @@ class Language(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.words, self.places = (
-            nn.Embedding(VOCAB, width),
-            nn.Embedding(TIME, width),
-        )
+        self.words, self.places = nn.Embedding(VOCAB, width), nn.Embedding(TIME, width)
         terms = {"dropout": 0.0, "batch_first": True, "norm_first": True}
         blocks = (
             nn.TransformerEncoderLayer(width, 2, 2 * width, **terms)
@@ -45,13 +42,9 @@ class Language(nn.Module):
         return self.out(x)
 
 
-def distillation(
-    logits: Tensor, batch: dict[str, Tensor]
-) -> tuple[Tensor, dict]:
+def distillation(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, dict]:
     """The loss against the teacher's probabilities and against the text, as sums over tokens."""
-    mine, theirs = (
-        F.log_softmax(x / HOT, -1) for x in (logits, batch["teacher"])
-    )
+    mine, theirs = (F.log_softmax(x / HOT, -1) for x in (logits, batch["teacher"]))
     soft = F.kl_div(mine, theirs, log_target=True, reduction="sum") * HOT**2
     hard = F.cross_entropy(logits.mT, batch["targets"], reduction="sum")
     return SOFT * soft + (1 - SOFT) * hard, {"hard": hard}
@@ -72,22 +65,13 @@ def main(world, layout: str = "", steps: int = 20) -> dict[str, Tensor]:
     teacher, student = Language(64, 4).requires_grad_(False), Language(32, 2)
     optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    own = {
-        "loss": distillation,
-        "metrics": ["hard"],
-        "clip": 1.0,
-        "world": world,
-    }
-    run = phalanx.prepare(
-        student, optimizer, layout, example=next(texts(1)), **own
-    )
+    own = {"loss": distillation, "metrics": ["hard"], "clip": 1.0, "world": world}
+    run = phalanx.prepare(student, optimizer, layout, example=next(texts(1)), **own)
     for batch in run.shard(texts(steps)):
         result = run.step({**batch, "teacher": teacher(batch["tokens"])})
         schedule.step()
         if run.first and result.step % 5 == 0:
-            print(
-                f"step {result.step}  loss {result.loss:.4f}  {result.metrics}"
-            )
+            print(f"step {result.step}  loss {result.loss:.4f}  {result.metrics}")
     return run.state_dict()
 
 

@@ -27,9 +27,7 @@ def said(logits: Tensor, targets: Tensor) -> Tensor:
     return -each.view(targets.shape).sum(-1)
 
 
-def preference(
-    logits: Tensor, batch: dict[str, Tensor]
-) -> tuple[Tensor, dict]:
+def preference(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, dict]:
     """A row is a pair: its chosen answer's tokens, then those of the rejected one."""
     gain = said(logits, batch["answers"]) - batch["reference"]
     margin = BETA * (gain[:, 0] - gain[:, 1])
@@ -65,16 +63,12 @@ def main(world, layout: str = "", steps: int = 12) -> dict[str, Tensor]:
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     own = {"loss": preference, "metrics": ["right"], "world": world}
-    run = phalanx.prepare(
-        model, optimizer, layout, example=next(pairs(1)), **own
-    )
+    run = phalanx.prepare(model, optimizer, layout, example=next(pairs(1)), **own)
     for batch in run.shard(pairs(steps)):
         known = said(reference(batch["pairs"]), batch["answers"])
         result = run.step({**batch, "reference": known})
         if run.first and result.step % 4 == 0:
-            print(
-                f"step {result.step}  loss {result.loss:.4f}  {result.metrics}"
-            )
+            print(f"step {result.step}  loss {result.loss:.4f}  {result.metrics}")
     return run.state_dict()
 
 

@@ -14,15 +14,7 @@ from torch.nn import functional as F
 from phalanx.layout import Rules, Shape
 from phalanx.parallel import Model
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, LAYERS, SEQUENCE = (
-    257,
-    32,
-    4,
-    2,
-    48,
-    4,
-    12,
-)
+VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, LAYERS, SEQUENCE = 257, 32, 4, 2, 48, 4, 12
 SIZE = HIDDEN // HEADS  # of one head
 
 
@@ -41,9 +33,7 @@ class Core(nn.Module):
         mask = None
         if documents is not None:
             same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-            mask = (
-                same.tril().unsqueeze(1).to(q.device)
-            )  # documents are on the host
+            mask = same.tril().unsqueeze(1).to(q.device)  # documents are on the host
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
@@ -59,13 +49,10 @@ class Attention(nn.Module):
         self.core = Core()
         self.out = nn.Linear(HEADS * SIZE, HIDDEN)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         # -1 and the head's size: a rank of tp holds fewer heads and need not know.
         q, k, v = (
-            w(x).unflatten(-1, (-1, SIZE))
-            for w in (self.query, self.key, self.value)
+            w(x).unflatten(-1, (-1, SIZE)) for w in (self.query, self.key, self.value)
         )
         return self.out(self.core(q, k, v, positions, documents).flatten(2))
 
@@ -85,11 +72,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.attention, self.mlp = (
-            nn.LayerNorm(HIDDEN),
-            Attention(),
-            Mlp(),
-        )
+        self.norm, self.attention, self.mlp = nn.LayerNorm(HIDDEN), Attention(), Mlp()
 
     def forward(
         self, x: Tensor, *, positions: Tensor, documents: Tensor | None = None
@@ -160,9 +143,7 @@ head.output.weight : vocab embed
 
 def describe(model: Stranger) -> Model:
     """The description for phalanx: the pieces in order, the rule table, head counts, sizes."""
-    blocks = tuple(
-        (f"blocks.{n}", block) for n, block in enumerate(model.blocks)
-    )
+    blocks = tuple((f"blocks.{n}", block) for n, block in enumerate(model.blocks))
     shape = Shape(
         "stranger", layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, ffn=FFN,
         vocab=VOCAB, sequence=SEQUENCE, batch=25, positions="learned", gated=False,
