@@ -27,6 +27,7 @@ TESTED = ((2, 11), (2, 13))
 
 def warn_of_torch(version: str) -> None:
     """Log a warning if the tests were not run with this version of torch."""
+    # "2.13.0+cpu" is (2, 13); a part that is no number is left out.
     numbers = tuple(
         int(part) for part in version.split(".")[:2] if part.isdigit()
     )

@@ -45,6 +45,7 @@ def agreement(world: World) -> Iterator[dict[str, str]]:
     facts: dict[str, str] = {}
     try:
         yield facts
+    # The others wait for this rank's facts, so the failure is sent in their place.
     except Exception as error:
         _facts_of_all(world, {FAILED: f"{type(error).__name__}: {error}"})
         raise
@@ -69,6 +70,7 @@ def _facts_of_all(
     """All ranks' facts in rank order, on all ranks; empty if they are equal."""
     text = json.dumps(facts, sort_keys=True)
     group = world.split("agreement", [range(world.size)])
+    # One short message in the usual case; the texts travel only if digests differ.
     digest = hashlib.sha256(text.encode()).hexdigest()
     alike = len(set(exchange(group, digest))) == 1
     facts_of = (
@@ -85,11 +87,13 @@ def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
     one NCCL connection there for each rank.
     """
     raw = _packed(text)
+    # 1. The lengths of all texts: (ranks)
     sizes = torch.empty(group.size, dtype=torch.int64, device=group.device)
     group.all_gather(sizes, torch.tensor([len(raw)], device=group.device))
     with group.reading():
         counts: list[int] = sizes.tolist()
-    # In pieces, so that a long text needs at most (ranks, PIECE) bytes at once.
+    # 2. The texts, padded to the longest. In pieces, so that a long one needs at most
+    # (ranks, PIECE) bytes at once.
     texts = [bytearray() for _ in counts]
     for start in range(0, max(counts), PIECE):
         width = min(
@@ -98,6 +102,7 @@ def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
         piece = torch.zeros(width, dtype=torch.uint8)
         mine = raw[start : start + width]
         piece[: len(mine)] = mine
+        # pieces: (ranks, width)
         pieces = torch.empty(
             group.size, width, dtype=torch.uint8, device=group.device
         )
@@ -109,12 +114,14 @@ def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
                 whole += row.numpy().tobytes()
     if root not in (None, group.rank):
         return []
+    # 3. Cut off the padding. A piece may end inside a character, so decode here.
     return [whole[:n].decode() for whole, n in zip(texts, counts, strict=True)]
 
 
 def broadcast_text(group: Group, text: str, root: int = 0) -> str:
     """The root's text, on every member."""
     raw = _packed(text if group.rank == root else "").to(group.device)
+    # The length first, as the others must allocate the text.
     size = torch.tensor([len(raw)], device=group.device)
     group.broadcast(size, root)
     with group.reading():
@@ -149,6 +156,7 @@ def not_alike(lines: Sequence[str]) -> str:
 def differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
     """A line for each fact in which ranks differ, the rarest value first."""
     lines = []
+    # All facts that anybody has brought; a missing one is the value "nothing".
     for name in sorted({name for each in facts.values() for name in each}):
         ranks: dict[str, list[int]] = {}
         for rank, each in facts.items():

@@ -19,4 +19,5 @@ class AloneWorld(World):
         groups: list[tuple[int, ...]],
         flows: Sequence[tuple[int, int]],
     ) -> Group:
+        # `Group` itself is a group of one: a call is computed on this rank's tensors.
         return Group(name, 0, (0,), self.device)

@@ -38,6 +38,7 @@ def exit_code_of(error: BaseException) -> int:
     begun. A misuse of a group is a mistake in the code that calls it, unless its class
     has an `exit_code`.
     """
+    # Errors of our own that are for the user, rather than a mistake in the code.
     ours = isinstance(error, ValueError) and type(error).__module__.startswith(
         "phalanx."
     )
@@ -82,6 +83,7 @@ class RankFailed(CommError):
     """
 
     def __init__(self, reports: Sequence[Report]) -> None:
+        # A rank that only lost a peer is named after the one that failed by itself.
         first, *others = sorted(reports, key=lambda report: report.secondary)
         lines = [f"rank {first.rank} failed: {first.error}"]
         lines += [first.trace.rstrip()] if first.trace else []
@@ -106,6 +108,7 @@ class RecordedCall(Work):
 
     def wait(self) -> None:
         words, begun = self.positions.words, time.perf_counter()
+        # The watcher reads `words` from outside: while this is set, the rank waits.
         words[WAITS] = self.number
         self.work.wait()
         words[WAITS] = 0
@@ -155,9 +158,11 @@ class Group:
 
     def _begin(self, call: Call) -> Work:
         """Start a checked call; here that of a rank with itself."""
+        # A message to itself is copied, so that the sender may write to its tensor.
         if call.kind == "send":
             self._to_itself.append(call.x.detach().clone())
         elif call.kind != "receive":
+            # `settle` with the calls of all members, of which there is one.
             settle([call])
         elif self._to_itself:
             settle([Call("send", self._to_itself.popleft()), call])
@@ -189,6 +194,7 @@ class Group:
         if self.positions is None:
             work = self._begin(call)
         else:
+            # Recorded first, as the call may hang inside `_begin`.
             number = number or self.record(
                 self.positions, call.kind, call.x, call.op, call.at
             )
@@ -203,6 +209,7 @@ class Group:
         if self.positions is None or self.device.type != "cuda":
             yield
             return
+        # For the watcher: the rank waits for its own GPU, not for a peer.
         with self.positions.reading():
             yield
 
@@ -210,6 +217,7 @@ class Group:
         self, positions: Positions, kind: str, x: Tensor, op: str, at: int = -1
     ) -> int:
         """Record a call and return its number."""
+        # The text of a call is built once for each kind, shape and dtype.
         key = kind, x.shape, x.dtype, op, at
         if (text := positions.call_texts.get(key)) is None:
             text = positions.texts([Call(kind, x, op=op, at=at).signature()])
@@ -243,12 +251,14 @@ class Group:
         in shared memory (`World.empty`). Other memory is the caller's again at the
         wait: it may be a copy that is freed there.
         """
+        # x: n elements on each rank; out: (size, n)
         return self._do(Call("all_gather", x, out, still=still), wait)
 
     def reduce_scatter(
         self, out: Tensor, x: Tensor, op: str = "sum", *, wait: bool = True
     ) -> Work:
         """Fill rank i's `out` with the reduction of part i of every rank's `x`."""
+        # x: (size, n), whose row i goes to rank i; out: n elements
         return self._do(Call("reduce_scatter", x, out, op=op), wait)
 
     def all_to_all(
@@ -264,6 +274,7 @@ class Group:
 
         Parts are along dim 0.
         """
+        # x: (sum of in_splits, ...), out: (sum of out_splits, ...)
         sends = equal_splits(self, x, in_splits, "in_splits")
         takes = equal_splits(self, out, out_splits, "out_splits")
         return self._do(
@@ -279,6 +290,7 @@ class Group:
         wait: bool = True,
     ) -> Work:
         """Fill the root's `outs` with every rank's `x`. The others pass None."""
+        # outs: `size` tensors of x's size at the root
         return self._do(
             Call("gather", x, parts=outs and tuple(outs), at=root), wait
         )
@@ -292,6 +304,7 @@ class Group:
         wait: bool = True,
     ) -> Work:
         """Fill rank i's `out` with the root's `xs[i]`. The others pass None."""
+        # xs: `size` tensors of out's size at the root
         return self._do(
             Call("scatter", out, parts=xs and tuple(xs), at=root), wait
         )
@@ -342,6 +355,7 @@ class World(ABC):
         to) ranks of a group that will send to each other: NCCL needs a communicator for
         each, other backends allow any pair.
         """
+        # Checked on each rank alone, before any rank could wait for another.
         fixed = [tuple(group) for group in groups]
         text = [list(group) for group in fixed]
         if sorted(rank for group in fixed for rank in group) != list(
@@ -365,6 +379,7 @@ class World(ABC):
                 f"this world already has a group {name!r}; close it or choose another name."
             )
         group = self._groups[name] = self._split(name, fixed, tuple(flows))
+        # A group of one needs no name for graphs, whose regions are then the identity.
         if group.size > 1:
             _open_groups()[name] = group
             if self.positions is not None:
@@ -388,6 +403,7 @@ class World(ABC):
         """Close one group and free its name. Every member calls it."""
         group = self._groups.pop(name)
         group.close()
+        # Another world of this process may have opened a group of that name.
         if _open_groups().get(name) is group:
             del _open_groups()[name]
 

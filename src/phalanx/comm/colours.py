@@ -29,6 +29,7 @@ def colours(groups: Sequence[Ranks]) -> list[int]:
         # (groups, ranks)
         table = np.array([groups[index] for index in indices], dtype=np.uint64)
         hashed = np.zeros(len(indices), dtype=np.uint64)
+        # boost's hash_combine, one rank of every group at a time
         for column in table.T:
             shifted = (hashed << np.uint64(6)) + (hashed >> np.uint64(2))
             # modulo 2**64, as in C++
@@ -53,11 +54,13 @@ def rounds(groups: Sequence[Ranks], world: int) -> list[list[Ranks]]:
     while waiting:
         chosen: dict[int, Ranks] = {}
         later = []
+        # A group waits for a later round if its colour is taken in this one.
         for colour, ranks in zip(colours(waiting), waiting, strict=True):
             if colour in chosen:
                 later.append(ranks)
             else:
                 chosen[colour] = ranks
+        # Without free colours for the idle ranks, take a group out of this round again.
         while (
             fillers := _fillers(_idle(chosen.values(), world), set(chosen))
         ) is None:

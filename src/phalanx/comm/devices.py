@@ -15,6 +15,7 @@ from ..layout.choices import GLOO, NCCL
 
 def cores() -> int:
     """The number of cores this process may use."""
+    # The affinity mask, as a container or Slurm may give fewer cores than there are.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -49,6 +50,7 @@ class Devices:
     @property
     def unused(self) -> str:
         """The accelerator that only torch supports, such as "mps", or ""."""
+        # ROCm's devices are of type cuda as well.
         found = torch.accelerator.current_accelerator()
         return "" if found is None or found.type == "cuda" else found.type
 
@@ -65,6 +67,7 @@ class Devices:
 
         Slurm's `--gpus-per-task=1` shows each rank only its own GPU, as number 0.
         """
+        # One visible GPU is this rank's, whatever its number on the host.
         if self.gpus == 1:
             return 0
         return local if local < self.gpus else None

@@ -44,6 +44,7 @@ def open_store(at: Rendezvous, mine: Address, timeout: float) -> Any:
     serve = at.rank == 0 and not at.served
     terms: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
     if serve:
+        # Opened here, so that an error names the address.
         terms["master_listen_fd"] = listen(at).detach()
     elif reason := await_master(at, mine, timeout, NOTICE):
         raise CommError(
@@ -90,6 +91,7 @@ def join(
     environment = os.environ if environment is None else environment
     set_up(os.environ)
     devices = devices or Devices()
+    # A process group of Accelerate, Ray or a loop of the user's: take it as it is.
     if _dist.is_initialized():
         if ranks not in (None, _dist.get_world_size()):
             there = f"the existing process group has {_dist.get_world_size()}"
@@ -97,6 +99,7 @@ def join(
                 f"the run needs {ranks} ranks, but {there}; start {ranks}."
             )
         return ProcessWorld.existing(call_timeout or timeout)
+    # 1. Where the launcher says that the ranks meet.
     at = rendezvous(environment)
     size = 1 if at is None else at.size
     if ranks not in (None, size):
@@ -110,17 +113,21 @@ def join(
         name_unused(devices)
     if at is None:
         return AloneWorld("cuda:0" if devices.gpus else "cpu")
+    # 2. The store through which they meet.
     mine = Address.choose(at, interface)
     store = open_store(at, mine, timeout)
+    # 3. Agree on versions and the backend, before any backend starts.
     backend = meet(
         store,
         at,
         offer(at, backend, devices) | {":address": str(mine)},
         timeout,
     )
+    # 4. Use this interface, and try the routes between hosts.
     mine.use(os.environ)
     if not at.one_host:
         check_routes(store, at, mine)
+    # 5. Only now the process group, in which a mistake would hang.
     gpu = devices.index(at.local) or 0
     return ProcessWorld(
         backend, store, at.rank, size, gpu=gpu, timeout=call_timeout or timeout
@@ -136,6 +143,7 @@ def offer(at: Rendezvous, backend: str, devices: Devices) -> dict[str, str]:
         raise CommMisuse(
             f"backend {backend!r} cannot join processes; use gloo, nccl or auto."
         )
+    # A colon in front: a fact for choosing the backend, which may differ between ranks.
     gpu = devices.index(at.local)
     return {
         "number of ranks": str(at.size),
@@ -164,6 +172,7 @@ def meet(
     Every rank appends its offer to one key, which rank 0 reads, and all read rank 0's
     answer. So a rank touches as many keys in a world of 10,000 as in one of two.
     """
+    # `add` returns the count: a second process with this rank sees 2.
     if store.add(f"met/{at.rank}", 1) > 1:
         raise CommMisuse(
             f"two processes were started as rank {at.rank}; give each its own RANK."
@@ -172,6 +181,7 @@ def meet(
     if at.rank == 0:
         answer, heard = _answer(store, at, timeout)
         store.set("answer", json.dumps(answer))
+        # A store of our own ends with rank 0, so the others must have read the error.
         if "error" in answer and not at.served:
             _let_read(store, heard - 1)
     else:
@@ -204,6 +214,7 @@ def _answer(
         offers: dict[int, dict[str, str]] = dict(
             sorted(map(json.loads, lines))
         )
+        # A rank that failed reports it in place of its facts.
         for rank, each in offers.items():
             if FAILED in each:
                 return {
@@ -223,6 +234,7 @@ def _answer(
             return {"error": not_alike(differing)}, len(offers)
         if len(offers) >= size:
             break
+        # Wait for missing ranks, and name them once before giving up.
         waited = time.monotonic() - begun
         if waited > timeout:
             return {"error": _missing(offers, at, timeout)}, len(offers)
@@ -259,10 +271,12 @@ def _missing(
 def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
     """NCCL if every rank has its own GPU, gloo if none has one; otherwise raises."""
     backend = offers[0]["backend"]
+    # gloo if asked for, or where no rank sees a GPU.
     if backend == GLOO or (
         backend == "auto" and not any(int(each[":gpus"]) for each in offers)
     ):
         return GLOO
+    # The first reason wins: no NCCL, then no GPU, then a shared GPU.
     owner: dict[str, int] = {}
     reason = ""
     for fact, name in ((":nccl", "NCCL in torch"), (":gpu", "GPU")):
@@ -296,6 +310,7 @@ def report_failure(
         if at is None:
             return
         store = open_store(at, Address.choose(at), COMING)
+        # Rank 0's failure is the answer to all; another rank's is its offer.
         if at.rank:
             store.append(
                 "offers", json.dumps([at.rank, {FAILED: error}]) + "\n"

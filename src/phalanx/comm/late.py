@@ -51,6 +51,7 @@ class Held:
 
     def misuse(self) -> str:
         """Describe how the rank misused tensors that belong to the group, or return ""."""
+        # Inputs: until every member has its result with `still`, else until the wait.
         reading = self.call.still or not self.returned
         if reading and not all(
             same_bits(x, before) for x, before in self.reads
@@ -86,6 +87,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def written(call: Call, place: int) -> str:
     """The field of a call that is written to on this rank: x, out, parts or ""."""
     kind, root = call.kind, call.at == place
+    # The root of a broadcast only reads.
     if kind == "broadcast":
         return "" if root else "x"
     return WRITTEN.get(kind, "") or (AT_ROOT.get(kind, "") if root else "")
@@ -132,6 +134,7 @@ def poison(x: Tensor) -> None:
 def hold(where: str, call: Call, copy: Call, place: int) -> Held:
     """Poison what the call writes to, except where the call also reads it."""
     into = written(call, place)
+    # Inputs are compared with their copies later; outputs are poisoned now.
     reads = [
         pair
         for field in FIELDS
@@ -143,9 +146,11 @@ def hold(where: str, call: Call, copy: Call, place: int) -> Held:
     writes = tensors(call, into) if into else ()
     for x in writes:
         poison(x)
+    # Poisoning may have reached an input that shares memory with an output: restore it.
     for x, before in reads if writes else ():
         if not same_bits(x, before):
             x.detach().copy_(before)
+    # The result will appear in the private copy, and move to the caller at its wait.
     bad = [x.detach().clone() for x in writes]
     results = tensors(copy, into) if into else ()
     return Held(
@@ -164,6 +169,7 @@ class LateMembers(ThreadMembers):
         )
 
     def begin(self, line: tuple[int, ...], place: int, call: Call) -> LateWork:
+        # Computed on copies: the caller's tensors show nothing before the wait.
         copy = private(call)
         where = f"rank {self.ranks[place]} in {call.kind} on {self.name}"
         # Under the lock, because others compare this rank's inputs under it.
@@ -172,6 +178,7 @@ class LateMembers(ThreadMembers):
         return LateWork(self, self.come(line, place, copy), place, copy, held)
 
     def _settle(self, meeting: Meeting) -> None:
+        # All members have arrived, and this meeting takes over their tensors.
         calls = [call for call in meeting.calls if id(call) in self.held]
         self.met[meeting] = [self.held.pop(id(call)) for call in calls]
         super()._settle(meeting)
@@ -180,6 +187,7 @@ class LateMembers(ThreadMembers):
         with self.hub.lock:
             met = self.met.get(meeting, [held])
             # Members that have not returned check their own tensors when they do.
+            # What this rank and those before it have done wrong, and then the result.
             wrong = [
                 each.misuse() for each in met if each is held or each.returned
             ]
@@ -209,6 +217,7 @@ class SentWork(OpenWork):
     def wait(self) -> None:
         if self.held.returned:
             return
+        # The sender must not have written to a tensor that is being sent.
         if misuse := self.held.misuse():
             raise CommMisuse(misuse)
         self.held.returned = True
@@ -239,6 +248,7 @@ class LateWork(OpenWork):
     def wait(self) -> None:
         if self.held.returned:
             return
+        # This rank gives up its turn only where it really has to wait.
         if not self._meeting.done:
             with others_turn(self._members.hub):
                 self._members.wait(self._meeting, self._place, self._copy)
@@ -271,6 +281,7 @@ class LateGroup(ThreadGroup):
         return SentWork(hold(where, call, private(call), self.rank), sent.x)
 
     def _opened(self, work: OpenWork) -> OpenWork:
+        # Forget calls that have been waited for; `close` complains about the rest.
         self._open = [
             each for each in self._open if not each.held.returned
         ] + [work]
@@ -323,6 +334,7 @@ def late(size: int, timeout: float = 30.0) -> Callable[..., list[Any]]:
 
     def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
         def rank(world: LateWorld, *args: Any) -> Any:
+            # Its turn first: only one rank computes at a time.
             with world.turn:
                 return fn(world, *args)
 

@@ -66,11 +66,14 @@ def workers(
     logging.getLogger(__name__).debug("%d ranks over %s", ranks, kind)
     if backend == "auto" and kind == GLOO and (why := why_not(ranks)):
         print(f"ranks talk over gloo, which is slower: {why}", file=sys.stderr)
+    # A single rank runs here, unless it may die while this process lives on.
     if kind == ALONE and not apart:
         yield _run_alone
+    # Threads are started anew for each run; nothing of them is worth keeping.
     elif kind == THREADS:
         gpus = used_gpus(kind, ranks)
         yield lambda fn, *args: run_threads(fn, ranks, args, timeout, gpus)
+    # Processes are slow to start, so a pool keeps them between runs.
     else:
         pool = Pool(
             kind, ranks, timeout, threads_per_rank or max(1, cores() // ranks)
@@ -96,6 +99,7 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
         raise CommMisuse(
             f"no backend is named {backend!r}{renamed}; choose one of {', '.join(BACKENDS)}."
         )
+    # Tests of NCCL's calls let several ranks share a GPU.
     enough = devices.gpus >= (1 if SHARE_GPUS in os.environ else ranks)
     if backend == NCCL and not (devices.has(NCCL) and enough):
         why = f"{ranks} ranks need {ranks} GPUs, and this machine has {devices.gpus}"
@@ -106,6 +110,7 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
         )
     if ranks == 1:
         return ALONE
+    # NCCL takes one rank per GPU; threads may share them.
     if backend == "auto" and devices.gpus:
         backend = (
             NCCL if devices.has(NCCL) and devices.gpus >= ranks else THREADS

@@ -65,6 +65,7 @@ class Address:
             ]
             default = _from_here(_NOWHERE, at.port)
             address = default or next(iter(others), address)
+        # The interface of that address, for the variables of gloo and NCCL.
         names = {each: name for name, each in addresses().items()}
         return cls(address, names.get(address, ""), host)
 
@@ -72,6 +73,7 @@ class Address:
         """Make gloo and NCCL use this interface, unless the environment names one."""
         if self.interface:
             environment.setdefault("GLOO_SOCKET_IFNAME", self.interface)
+            # NCCL's "=" means this interface, not every one whose name begins so.
             if self.interface != "lo":
                 environment.setdefault(
                     "NCCL_SOCKET_IFNAME", f"={self.interface}"
@@ -91,6 +93,7 @@ def addresses() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
+                # struct ifreq: the name in 16 bytes; bytes 20 to 23 are the address.
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 found[name] = socket.inet_ntoa(answer[20:24])
@@ -103,6 +106,7 @@ def _from_here(host: str, port: int) -> str:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
         )[0]
+        # Connecting a UDP socket only looks up the route.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
@@ -117,6 +121,7 @@ def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
     collects the results and answers all.
     """
     here = f"{mine.host} {mine.address}"
+    # 1. The first rank of each host listens and publishes its port.
     leads = store.add(f"host/{here}", 1) == 1
     with contextlib.ExitStack() as stack:
         if leads:
@@ -135,6 +140,7 @@ def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
         # Every host has published its listener once all ranks are counted.
         if store.add("placed", 1) == at.size:
             store.set("all placed", "1")
+        # 2. When all listen, each leader connects to the next host and the first.
         _wait(store, "all placed", at)
         hosts = sorted(
             map(json.loads, store.get("hosts").decode().splitlines())
@@ -154,6 +160,7 @@ def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
             if store.add("reached by", 1) == len(hosts):
                 store.set("all reached", "1")
         _wait(store, "all reached", at)
+    # 3. When all have tried, every rank reads the same list of failures.
     failures = [
         each
         for line in store.get("reached").decode().splitlines()
@@ -226,6 +233,7 @@ def await_master(
     begun, told = time.monotonic(), False
     while True:
         try:
+            # Only whether it answers; the store makes a connection of its own.
             socket.create_connection((at.host, at.port), 5.0).close()
             return ""
         except OSError as error:

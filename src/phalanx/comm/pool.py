@@ -77,6 +77,7 @@ class Pool:
                 with contextlib.suppress(OSError):
                     pipe.send((fn, args))
             return self._collect()
+        # Ranks of a failed run may be in any state, so the next run starts new ones.
         except BaseException:
             self._end()
             raise
@@ -117,6 +118,7 @@ class Pool:
             )
             with _main_of_its_own():
                 process.start()
+            # Closed here, so that a rank's death ends its pipe.
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -127,6 +129,7 @@ class Pool:
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = None
         while waiting:
+            # Wait for all; after the first failure, only until the deadline.
             left = (
                 LOOKS
                 if deadline is None
@@ -139,6 +142,7 @@ class Pool:
             ]
             for pipe in ready:
                 rank = waiting.pop(pipe)
+                # A rank killed by a signal sends nothing: its pipe ends.
                 answer = self._answer(rank)
                 if isinstance(answer, Report):
                     reports.append(answer)
@@ -157,6 +161,7 @@ class Pool:
             answer: Report | tuple[Any] = self._pipes[rank].recv()
             return answer
         except (EOFError, OSError):
+            # The pipe has ended without an answer: the exit code tells how.
             self._processes[rank].join(1.0)
             code = self._processes[rank].exitcode
             end = (
@@ -180,6 +185,7 @@ class Pool:
 
     def close(self) -> None:
         """Let all ranks leave together, and kill those that take over 5 seconds."""
+        # None ends a rank's loop in `_serve`.
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -239,6 +245,7 @@ def prepare() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         [__name__]
     )
+    # No threads of OpenMP's in the server, so that it can be forked.
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = dict(os.environ)
     os.environ.update(dict.fromkeys(threads, "1"))
@@ -262,6 +269,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not outlasts:
         be_killed_with_parent()
+    # A launcher that dies without closing the pipe is noticed by a thread.
     threading.Thread(target=_die_with_launcher, daemon=True).start()
     # The server process that it was forked from has an older environment, with one
     # thread everywhere.
@@ -273,6 +281,7 @@ def _serve(
         while (work := pipe.recv()) is not None:
             fn, args = work
             result = fn(world, *args)
+            # Groups that the function left open are closed before its result is sent.
             world.clear()
             pipe.send((result,))
         world.close()

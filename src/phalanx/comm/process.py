@@ -85,6 +85,7 @@ class Pending(Work):
         self._after = after
 
     def wait(self) -> None:
+        # Waiting twice is harmless: the second time there is nothing left to wait for.
         transfers, self._transfers = self._transfers, []
         for transfer, peers in transfers:
             try:
@@ -94,6 +95,7 @@ class Pending(Work):
                 raise CommError(
                     f"{self._where} waits for {names}: {_reason(error)}"
                 ) from error
+        # What follows a transfer changes tensors in place, outside of any graph.
         after, self._after = self._after, None
         if after is not None:
             with torch.no_grad():
@@ -156,6 +158,7 @@ class TorchGroup(Group):
         if self._alone(call):
             return super()._begin(call)
         try:
+            # By the kind of the call: `_all_reduce`, `_send` and so on.
             begin: Callable[[Call], Work] = getattr(self, f"_{call.kind}")
             return begin(_plain(call))
         except (RuntimeError, ValueError) as error:
@@ -174,6 +177,7 @@ class TorchGroup(Group):
         return Pending(self._where(call), [(work, self._others)], after)
 
     def _around(self, step: int) -> Iterator[int]:
+        # Ranks at distance 1, 2, ... in one direction around the group.
         return (
             (self.rank + step * i) % self.size for i in range(1, self.size)
         )
@@ -187,6 +191,7 @@ class TorchGroup(Group):
     ) -> Work:
         """Send tensors to some ranks and receive tensors from some, all at once."""
         me, group = self.rank, self._group
+        # This rank's own part needs no message.
         if me in sends and me in receives:
             receives[me].view(-1).copy_(sends[me].view(-1))
         # Nearest rank first, so that ranks do not all send to rank 0 at the same time.
@@ -200,6 +205,7 @@ class TorchGroup(Group):
             for i in self._around(-1)
             if i in receives and receives[i].numel()
         ]
+        # NCCL: one batch, or a send could wait for a receive that is posted behind it.
         if self._native:
             batch = [
                 dist.P2POp(dist.irecv, x, group=group, group_peer=i)
@@ -218,6 +224,7 @@ class TorchGroup(Group):
         # Each trade has its own tag, so it cannot match another transfer of the pair.
         self._tags["trade", 0] += 1
         tag = 2 * self._tags["trade", 0] + 1
+        # Receives first, so that a message finds its place when it arrives.
         transfers = [
             (begin(x, self.ranks[i], group=group, tag=tag), [self.ranks[i]])
             for begin, messages in ((dist.irecv, into), (dist.isend, out))
@@ -227,12 +234,14 @@ class TorchGroup(Group):
 
     def _all_reduce(self, call: Call) -> Work:
         x, op = call.x, call.op
+        # NaN must survive min and max: reduce integers in the order of the floats.
         if x.dtype.is_floating_point and op in ("min", "max"):
             whole = ordered(x, op)
             work = dist.all_reduce(
                 whole, _OPS[op], group=self._group, async_op=True
             )
             return self._pending(call, work, lambda: x.copy_(unordered(whole)))
+        # gloo sums in the dtype that it gets, so 16-bit values travel in float32.
         total = (
             x.to(torch.float32)
             if x.dtype in HALVES and not self._native
@@ -252,6 +261,7 @@ class TorchGroup(Group):
 
     def _reduce(self, call: Call) -> Work:
         x, root = call.x, call.at
+        # Each rank sends its part to the root, which reduces in rank order.
         if self.rank != root:
             return self._trade(call, {root: x}, {})
         parts = {i: torch.empty_like(x) for i in range(self.size)} | {root: x}
@@ -278,6 +288,7 @@ class TorchGroup(Group):
                 out.view(-1), x, group=self._group, async_op=True
             )
             return self._pending(call, work)
+        # rows: (size, n), one for each rank's x, which goes to all
         rows = out.view(self.size, x.numel())
         return self._trade(
             call, dict.fromkeys(range(self.size), x), dict(enumerate(rows))
@@ -298,6 +309,7 @@ class TorchGroup(Group):
             return self._pending(
                 call, work, (lambda: out.div_(self.size)) if average else None
             )
+        # row i of every rank goes to rank i: (ranks, out.numel())
         rows = x.view(self.size, out.numel())
         parts = [
             row if i == self.rank else torch.empty_like(row)
@@ -356,6 +368,7 @@ class TorchGroup(Group):
     def _transfer(
         self, begin: Callable[..., Any], call: Call, x: Tensor
     ) -> Pending:
+        # Even tags for messages, odd ones for trades: the n-th send meets its receive.
         peer, tag = self.ranks[call.at], 2 * self._tags[call.kind, call.at]
         self._tags[call.kind, call.at] += 1
         work = begin(x, peer, group=self._communicator(call), tag=tag)
@@ -434,6 +447,7 @@ class ProcessWorld(World):
             dist.get_world_size(),
         )
         world = cls(backend, None, rank, size, gpu=gpu, timeout=timeout)
+        # Without a bound device `split_group` refuses, and `new_group` takes its place.
         world.bound = (
             getattr(_untyped.group.WORLD, "bound_device_id", None) is not None
         )
@@ -448,6 +462,7 @@ class ProcessWorld(World):
         ranks = self.own(groups)
         made: list[dist.ProcessGroup] = []
         group = self._new(name, groups, made)
+        # gloo: one process group carries the collectives and all messages.
         if not self.native:
             return TorchGroup(
                 name, self.rank, ranks, self.device, group, None, made
@@ -525,6 +540,7 @@ class ProcessWorld(World):
                 else own
             )
         options = nccl_options(blocks) if self.native else None
+        # Every rank of the world calls `new_group` for every group, in one order.
         for group in together:
             terms: dict[str, Any] = {
                 "timeout": self._timeout,
@@ -587,6 +603,7 @@ def apart(flows: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """
     batches: list[list[tuple[int, int]]] = []
     for flow in flows:
+        # The first list in which neither rank is busy.
         for batch in batches:
             if not set(flow) & {rank for other in batch for rank in other}:
                 batch.append(flow)

@@ -103,6 +103,7 @@ def _region(
         return x
     if kind not in ("copy", "reduce"):
         dim, join = dim % x.dim(), join % x.dim()
+    # Each rank takes an equal slice, so nothing may be left over.
     if kind in (*_SHRINKS, "exchange") and x.shape[dim] % group.size:
         raise CommMisuse(
             f"{kind} on {group.name}: dim {dim} of size {x.shape[dim]} does not divide by "
@@ -135,10 +136,12 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kind, dim, join = _CONJUGATE[ctx.kind], ctx.dim, ctx.join
+        # exchange is its own conjugate with the dims swapped.
         if kind == "exchange":
             dim, join = join, dim
         if kind != "copy":
             grad = _carry(grad, kind, ctx.where, dim, join)
+        # The gradient of a sum passes unchanged; a group that follows values is told.
         elif not isinstance(ctx.where, tuple):
             ctx.where.gradient_of_sum(grad)
         return (grad, None, None, None, None)
@@ -157,11 +160,14 @@ def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
     """Compute a region's value, always a new tensor, without autograd."""
     n = group.size
     if kind == "reduce":
+        # A copy: all-reduce works in place, and autograd may need x.
         total = x.clone(memory_format=torch.contiguous_format)
         group.all_reduce(total)
         return total
+    # (..., n, ...) to (..., n / ranks, ...)
     if kind == "take":
         return group.part(x, dim)
+    # (..., n, ...) to (..., n * ranks, ...)
     if kind in _GROWS:
         parts = x.new_empty((n, *x.shape))  # (ranks, *x.shape)
         group.all_gather(parts, x.contiguous())
@@ -172,10 +178,12 @@ def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
         if dim
         else x.contiguous().view(n, x.shape[0] // n, *x.shape[1:])
     )
+    # (..., n, ...) to (..., n / ranks, ...), summed over ranks
     if kind == "scatter_sum":
         mine = torch.empty_like(cut[0])
         group.reduce_scatter(mine, cut)
         return mine
+    # (ranks, slice) each: part j goes to rank j, and part i comes from rank i
     came = torch.empty_like(cut)
     group.all_to_all(came, cut)
     return _joined(came, join)
@@ -183,6 +191,7 @@ def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
     """Join slices (ranks, ...) along their dim `dim`."""
+    # Along dim 0 the parts lie one behind the other already.
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
 
 
@@ -197,6 +206,7 @@ def _op(
 def _(
     x: Tensor, kind: str, name: str, size: int, dim: int, join: int
 ) -> Tensor:
+    # The shape alone, for tracing: nothing is sent.
     shape = list(x.shape)
     if kind in (*_SHRINKS, "exchange"):
         shape[dim] //= size

@@ -28,6 +28,7 @@ class ShmGroup(Group):
         """Reduce over the group; small, urgent tensors take a shorter path."""
         number, positions = 0, self.positions
         if wait and self.size > 1:
+            # Recorded once, for the short path and for the long one behind it.
             if positions is not None:
                 begun, number = (
                     time.perf_counter(),
@@ -50,6 +51,7 @@ class ShmGroup(Group):
 
     def close(self) -> None:
         """Close with every member, so that none leaves while its data is being read."""
+        # After the barrier no member reads another's memory any more.
         if not self._shared.closed:
             self.barrier()
             self._shared.release()

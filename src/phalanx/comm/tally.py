@@ -35,12 +35,14 @@ class Tally(Group):
 
     def _begin(self, call: Call) -> Work:
         if call.kind != "barrier":
+            # The buffer that holds every rank's part is the out of an all-gather.
             whole = (
                 call.out
                 if call.kind == "all_gather" and call.out is not None
                 else call.x
             )
             bytes = whole.numel() * whole.element_size()
+            # x is one rank's part, and the root has a list of them.
             if call.kind in ("gather", "scatter"):
                 bytes *= self.size
             self.ledger.append(Message(self.name, call.kind, bytes, self.size))

@@ -76,6 +76,7 @@ class Hub:
         self, number: int, name: str, ranks: tuple[int, ...]
     ) -> "ThreadMembers":
         """The group of the world's split with this number, shared by members."""
+        # The first member to ask creates it, and the others find it.
         with self.lock:
             return self.groups.setdefault(
                 (number, ranks), self.members(self, name, ranks)
@@ -111,9 +112,11 @@ class Meeting:
     def enter(self, i: int, call: Call, signature: str) -> int | None:
         """Enter member i's call; returns a member whose call differs, or None."""
         self.calls[i] = call
+        # All signatures are compared with that of the first to arrive.
         self.first = self.first or (i, signature)
         if signature != self.first[1]:
             return self.first[0]
+        # An all-to-all's sizes are compared pair by pair, in both directions.
         for j, other in enumerate(
             self.calls if call.kind == "all_to_all" else ()
         ):
@@ -144,6 +147,8 @@ class ThreadMembers:
         event, signature = _event(call), call.signature()
         with self.hub.lock:
             self._raise_failure()
+            # A member's n-th call on a line belongs to the line's n-th meeting. There,
+            # place 0 sends and place 1 receives.
             i = int(call.kind == "receive") if line else rank
             number = self.counts[line, i]
             self.counts[line, i] += 1
@@ -152,6 +157,7 @@ class ThreadMembers:
             )
             other = meeting.enter(i, call, signature)
             meeting.ready += event
+            # What follows takes the lock again: only the last to arrive computes.
             complete = None not in meeting.calls
             if complete:
                 del self.meetings[line, number]
@@ -168,6 +174,7 @@ class ThreadMembers:
             hub.doing[me] = f"{call.kind} on {self.name}"
             while not meeting.done:
                 self._raise_failure()
+                # Until the result, a failure, the timeout, or a member is gone.
                 woken = self.changed.wait_for(
                     lambda: (
                         meeting.done
@@ -223,6 +230,7 @@ class ThreadMembers:
         return [self.ranks[member] for member, call in brought if call is None]
 
     def _hopeless(self, meeting: Meeting) -> bool:
+        # A member that has returned will never come.
         return not self.hub.gone.isdisjoint(self._absent(meeting))
 
     def _missing(self, meeting: Meeting, rank: int, call: Call) -> str:
@@ -306,6 +314,7 @@ class ThreadWorld(World):
         groups: list[tuple[int, ...]],
         flows: Sequence[tuple[int, int]],
     ) -> Group:
+        # All ranks meet first, so that a different split is an error and not a hang.
         call, everyone = split_call(name, groups), self._hub.everyone
         everyone.wait(everyone.come((), self.rank, call), self.rank, call)
         self._splits += 1
@@ -329,6 +338,7 @@ def _streams(calls: Sequence[Call], meeting: Meeting) -> Iterator[None]:
         torch.cuda.current_stream(device)
         for device in {each.device for each in tensors}
     ]
+    # Compute behind the members' work, then let their streams wait for the result.
     for stream in streams:
         for event in meeting.ready:
             stream.wait_event(event)
@@ -364,6 +374,7 @@ def run_threads(
         if gpus:
             torch.cuda.set_device(device)
         world = kind(hub, rank, device)
+        # The ranks of a GPU divide its memory.
         world.sharing = len(range(rank % gpus, size, gpus)) if gpus else 1
         try:
             # Otherwise the backward passes of all ranks share one engine thread per
