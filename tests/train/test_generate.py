@@ -13,6 +13,7 @@ import transformers
 from hub_models import FAMILIES, saved, theirs
 from phalanx.cli import main
 from phalanx.generate import GenerateError, Generator, Sampling
+from phalanx.layout import Shape
 from phalanx.layout.run import Run, RunError
 from phalanx.parallel import build_model
 from phalanx.train.data.vocabulary import Bytes
@@ -193,11 +194,9 @@ def test_a_run_in_several_parts_is_sampled_with_its_own_tokens(
     assert "phalanx sample" in capsys.readouterr().err
 
 
-def test_a_model_that_is_no_decoder_is_refused() -> None:
-    from phalanx.layout import Shape
-
-    with pytest.raises(GenerateError, match="phalanx checkpoint export"):
-        Generator(build_model(Shape.load("mlp")))
+def test_a_model_without_tokens_is_refused() -> None:
+    with pytest.raises(GenerateError, match="reads no tokens"):
+        Generator.of(build_model(Shape.load("mlp")), {})
 
 
 def sampled(out: Path) -> list[dict[str, object]]:
@@ -248,7 +247,6 @@ def test_a_run_writes_what_transformers_writes_with_its_weights(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["model=model.py:Net"], "no built-in decoder"),
         (
             [
                 "model={layers=1,hidden=8,heads=1,ffn=8,vocab=256,positions='learned',sequence=16}"

@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
             " phalanx sample."
         )
     vocabulary.refuse_chats()
-    generator = open_generator(source)
+    generator = open_generator(source, own=args.model)
     messages = (
         [{"role": "system", "content": args.system}] if args.system else []
     )

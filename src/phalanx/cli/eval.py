@@ -108,7 +108,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
             )
             for path in paths
         )
-        model, weights = model_of(source)
+        model, weights = model_of(source, args.model)
         shape = model.shape
         assert shape is not None  # set for every decoder read from a file
         length = args.sequence or run.sequence
@@ -174,7 +174,7 @@ def _tasks(args: argparse.Namespace, source: str) -> int:
     vocabulary = vocabulary_of(source, args.tokenizer)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     scores = task_scores(
-        open_generator(source),
+        open_generator(source, own=args.model),
         vocabulary,
         names,
         limit=args.limit,

@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     from ..train.text import continued, open_generator, vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
-    generator = open_generator(source)
+    generator = open_generator(source, own=args.model)
     prompt = vocabulary.prompt(args.prompt)
     texts: list[str] = []
     for number in range(args.samples):

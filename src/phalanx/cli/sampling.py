@@ -19,6 +19,12 @@ def add_source(parser: Parser) -> None:
     parser.add(
         "source", metavar="SOURCE", help="a run, a checkpoint, or hf:FOLDER"
     )
+    parser.add(
+        "--model",
+        default="",
+        metavar="FILE.py:Class",
+        help="the code of the run's model, if it is your own",
+    )
 
 
 def add_sampling(parser: Parser, *, tokens: int) -> None:

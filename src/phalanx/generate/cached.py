@@ -1,4 +1,4 @@
-"""Attention with a cache of keys and values."""
+"""The built-in decoder with a cache of keys and values."""
 
 import math
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..models import Core
+from ..models.decoder import Head
+from ..parallel import Model
 
 
 class CachedCore(nn.Module):
@@ -67,3 +69,53 @@ class CachedCore(nn.Module):
         if self.window:
             seen &= token - other < self.window
         return seen
+
+
+class DecoderReader:
+    """The built-in decoder, which caches the keys and values of the tokens read so
+    far."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.blocks = [piece for _, piece in model.pieces[1:-1]]
+        head = model.pieces[-1][1]
+        assert isinstance(head, Head)
+        self.embed, self.head = model.pieces[0][1], head
+        self.cores = [_cached(block) for block in self.blocks]
+        self.read = 0  # tokens read, equal for all rows
+
+    def reset(self) -> None:
+        self.read = 0
+        for core in self.cores:
+            core.reset()
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        time = torch.arange(self.read, self.read + tokens.shape[1])
+        positions = time.expand_as(tokens)
+        self.read += tokens.shape[1]
+        x = self.embed(tokens, positions)
+        shared = {
+            name: make({"positions": positions}, x.dtype)
+            for name, make in self.model.derived.items()
+        }
+        for block in self.blocks:
+            x = block(x, positions=positions, **shared)
+        return self.head.logits(x)
+
+
+def is_cacheable(model: Model) -> bool:
+    """True if a model consists of the built-in decoder's pieces."""
+    blocks = [piece for _, piece in model.pieces[1:-1]]
+    attentions = [getattr(block, "attn", None) for block in blocks]
+    cores = [getattr(attention, "core", None) for attention in attentions]
+    ends_as_decoder = isinstance(model.pieces[-1][1], Head)
+    return ends_as_decoder and all(isinstance(core, Core) for core in cores)
+
+
+def _cached(block: nn.Module) -> CachedCore:
+    """Replace a block's attention core by one with a cache, and return it."""
+    attention = block.attn
+    assert isinstance(attention, nn.Module)
+    assert isinstance(attention.core, Core)
+    attention.core = CachedCore(attention.core)
+    return attention.core

@@ -8,33 +8,27 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel import Model
+from ..parallel.probe import bind_weights, frozen_parameters
 from .sampling import GenerateError
 
 
 def fill(
     model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype
-) -> None:
-    """Give a model on the meta device these weights, and its buffers their values."""
-    names = {parameter: name for name, parameter in model.weights.items()}
-    if missing := sorted(names[p] for p in names if names[p] not in weights):
+) -> dict[str, nn.Parameter]:
+    """Give a model on the meta device these weights, and its buffers their values.
+    Return its parameters by name."""
+    missing = sorted(model.weights.keys() - weights.keys())
+    if missing:
         raise GenerateError(
             f"the checkpoint has no {missing[0]} ({len(missing)} weights missing)."
         )
-    filled = {
-        parameter: nn.Parameter(weights[name].to(dtype), requires_grad=False)
-        for parameter, name in names.items()
-    }
-    for _, piece in model.pieces:
-        for module in piece.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = filled[parameter]
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty(
-                        buffer.shape, dtype=buffer.dtype
-                    )
-        for module in piece.modules():
-            reset = getattr(module, "reset_buffers", None)
-            if reset is not None:
-                reset()
+    for name, like in model.weights.items():
+        given = weights[name].shape
+        if given != like.shape:
+            raise GenerateError(
+                f"{name} is {tuple(given)} in the checkpoint, and {tuple(like.shape)} in the model."
+            )
+    values = {name: weights[name].to(dtype) for name in model.weights}
+    parameters = frozen_parameters(values)
+    bind_weights(model, parameters)
+    return parameters

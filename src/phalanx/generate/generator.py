@@ -1,8 +1,10 @@
 """Generation of text by a trained model, on one process.
 
-The prompt is processed at once. Then each token costs one pass over one token, because
-the keys and values of earlier tokens are cached (`cached.py`). `train/text.py` opens a
-generator from a checkpoint or a Hugging Face folder, and writes text with it.
+The prompt is processed at once. Then each token costs one pass: over one token where
+keys and values are cached, as for the built-in decoder (`cached.py`) and transformers'
+code (`transformers_cached.py`), and over the whole sequence for a user's own module
+(`recomputed.py`). `train/text.py` opens a generator from a checkpoint or a Hugging Face
+folder, and writes text with it.
 """
 
 from __future__ import annotations
@@ -10,36 +12,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layout import Shape
-from ..models import Core
-from ..models.decoder import Head
 from ..parallel import Model
-from .cached import CachedCore
+from .cached import DecoderReader, is_cacheable
 from .filled import fill
+from .recomputed import RecomputedReader
 from .sampling import GenerateError, Sampling
+from .token_reader import TokenReader
+from .transformers_cached import TransformersReader
 
 
 class Generator:
-    """Decoder with its weights, and the cached keys and values of the tokens read so
-    far."""
+    """A model with its weights that continues a prompt."""
 
-    def __init__(
-        self, model: Model, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.model, self.dtype = model, dtype
-        self.blocks = [piece for _, piece in model.pieces[1:-1]]
-        self.embed, head = model.pieces[0][1], model.pieces[-1][1]
-        if not isinstance(head, Head) or not _cacheable(self.blocks):
-            raise GenerateError(
-                "only models of phalanx's own decoder can be sampled. Export the checkpoint"
-                " (phalanx checkpoint export) and call transformers' generate; or call your own module"
-                " with the weights of state_dict()."
-            )
-        self.head = head
-        self.cores = [_cached(block) for block in self.blocks]
-        self.read = 0  # tokens read, equal for all rows
+    def __init__(self, reader: TokenReader, shape: Shape) -> None:
+        self.reader, self.shape = reader, shape
 
     @classmethod
     def of(
@@ -50,16 +39,12 @@ class Generator:
     ) -> Generator:
         """Create a generator from a model on the meta device and its weights by
         name."""
-        generator = cls(model, dtype)
-        fill(model, weights, dtype)
-        return generator
-
-    @property
-    def shape(self) -> Shape:
-        assert (
-            self.model.shape is not None
-        )  # set for every model of `build_model`
-        return self.model.shape
+        if model.shape is None:
+            raise GenerateError(
+                "the model's vocabulary is unknown: describe() returns no shape. Add"
+                " shape=Shape(...) to its Model."
+            )
+        return cls(_reader_of(model, weights, dtype), model.shape)
 
     @property
     def longest(self) -> int | None:
@@ -71,25 +56,13 @@ class Generator:
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.read = 0
-        for core in self.cores:
-            core.reset()
+        self.reader.reset()
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
         """Read new tokens (batch, new) after those read so far; return their logits
         (batch, new, vocabulary)."""
-        time = torch.arange(self.read, self.read + tokens.shape[1])
-        positions = time.expand_as(tokens)
-        self.read += tokens.shape[1]
-        x = self.embed(tokens, positions)
-        shared = {
-            name: make({"positions": positions}, x.dtype)
-            for name, make in self.model.derived.items()
-        }
-        for block in self.blocks:
-            x = block(x, positions=positions, **shared)
-        return self.head.logits(x)
+        return self.reader.logits(tokens)
 
     def log_probabilities(self, tokens: list[int], count: int) -> Tensor:
         """Return the log-probabilities (count, vocabulary) of each of the last `count`
@@ -150,17 +123,15 @@ class Generator:
             )
 
 
-def _cacheable(blocks: list[nn.Module]) -> bool:
-    return all(
-        isinstance(getattr(getattr(b, "attn", None), "core", None), Core)
-        for b in blocks
-    )
-
-
-def _cached(block: nn.Module) -> CachedCore:
-    """Replace a block's attention core by one with a cache, and return it."""
-    attention = block.attn
-    assert isinstance(attention, nn.Module)
-    assert isinstance(attention.core, Core)
-    attention.core = CachedCore(attention.core)
-    return attention.core
+def _reader_of(
+    model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> TokenReader:
+    if model.original is not None and model.whole is not None:
+        whole = model.whole()  # made while the weights are still on meta
+        assert whole is not None
+        whole.bind(fill(model, weights, dtype))
+        return TransformersReader(whole)
+    own = is_cacheable(model)
+    reader = DecoderReader(model) if own else RecomputedReader(model, dtype)
+    fill(model, weights, dtype)
+    return reader

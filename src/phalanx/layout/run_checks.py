@@ -54,13 +54,6 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
                 "Leave it out; your own class may use requires_grad_(False)",
             )
     yield from _preference(run)
-    if run.sample.every and run.own:
-        what = f"sample.every with model = {run.own!r}, no built-in decoder"
-        yield Mistake(
-            "sample.every",
-            what,
-            "Leave it out: export the model, and sample it there",
-        )
     shape = None
     try:
         # Read here again, for the keys of its mistakes.

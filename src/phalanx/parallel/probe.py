@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..layout import Layout
 from .batch import DOCUMENTS
-from .model import EVERY, Model
+from .forward import Inputs, tensors_of
+from .model import Model
 from .tensor import Weight, cut_of
 from .whole import TARGETS, TOKENS
 
@@ -171,25 +172,12 @@ class ProbeFailed(RuntimeError):
 
 def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
     """Run the pieces in turn as `Piece.forward` would, recording every module call."""
-    run, bundle = ProbeRun(), dict[str, Tensor]()
+    run, inputs = ProbeRun(), Inputs(model, batch)
     for number, (prefix, piece) in enumerate(model.pieces):
-        # As in `Piece._taken`: the first argument is x unless the bundle has its name.
-        takes = model.takes(number)
-        names = (
-            takes if not number or takes[0] in bundle else ("x", *takes[1:])
-        )
-        # From the bundle first, then from the batch.
-        mine = [bundle[name] for name in names[:1] if name in bundle]
-        more = {n: x for n, x in bundle.items() if n in names[len(mine) :]}
-        every = EVERY in takes
-        named = {
-            n: x
-            for n, x in batch.items()
-            if every or (n in names and n not in bundle)
-        }
+        mine, named = inputs.of(number)
         notes = CallNotes(piece)
         try:
-            gave = tensors_of(piece(*mine, **more, **named))
+            gave = tensors_of(piece(*mine, **named))
         except Exception as error:
             # The innermost open module is where the error was raised.
             raise ProbeFailed(
@@ -198,8 +186,7 @@ def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
             ) from error
         finally:
             notes.close()
-        # What the piece did not take passes it by.
-        bundle = {n: x for n, x in bundle.items() if n not in names} | gave
+        inputs.gave(number, gave)
         run.gave.append(gave)
         run.calls.append(notes.calls)
     return run
@@ -255,17 +242,3 @@ class CallNotes:
             None,
         )
         self.calls.append(ModuleCall(path, module, took, tensors_of(out)))
-
-
-def tensors_of(out: Any) -> dict[str, Tensor]:
-    """The tensors of an output by name. A single tensor is named x."""
-    if isinstance(out, Tensor):
-        return {"x": out}
-    items = (
-        out.items()
-        if isinstance(out, Mapping)
-        else enumerate(out)
-        if isinstance(out, tuple)
-        else ()
-    )
-    return {str(key): x for key, x in items if isinstance(x, Tensor)}

@@ -39,7 +39,7 @@ from .optimizer import AdamW, Optimizer, Sgd
 from .parallelize import parallelize
 from .precision import precision_on
 from .program import fitting_program, maker_of, program_of, shape_of
-from .text import refuse_unknown_vocabulary
+from .text import refuse_long_sample, refuse_unknown_vocabulary
 from .watched import tell_compilations
 
 GIB = float(1 << 30)
@@ -143,6 +143,7 @@ class Rank:
             self.shape = shape_of(run)
             self.batches = batches_of(run, self.shape)
             refuse_unknown_vocabulary(run)
+            refuse_long_sample(run, self.shape)
             made = maker_of(run)()
             if run.own and not world.rank:
                 self._refuse_other_forward()

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..generate import Generator, Sampling
 from ..layout.host import machine_memory
 from ..layout.numbers import bytes_text
-from ..parallel import build_model
 from .data.vocabulary import Vocabulary
 from .log import RunLog
+from .program import maker_of
 from .rank import Rank
 from .step import CompletedStep
 from .text import continued, prompt_of, vocabulary_of_run
@@ -69,7 +69,7 @@ class Samples:
         self, vocabulary: Vocabulary, weights: dict[str, Tensor]
     ) -> str:
         rank, wanted = self.rank, self.rank.run.sample
-        generator = Generator.of(build_model(rank.shape), weights)
+        generator = Generator.of(maker_of(rank.run)(), weights)
         prompt = prompt_of(vocabulary, wanted.prompt, chat=rank.batches.chats)
         sampling = Sampling(wanted.temperature, seed=rank.run.seed)
         tokens = wanted.tokens

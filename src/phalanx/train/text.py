@@ -3,6 +3,7 @@ Face folder."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 
 from ..generate import GenerateError, Generator, Sampling
+from ..layout.families import code_of
 from ..layout.hub import model_folder
 from ..layout.run import Run
-from ..layout.shape import HUB
-from ..parallel import Model, build_model
+from ..layout.shape import HUB, Shape
+from ..parallel import Model, build_model, load_model
 from .checkpoint_exchange import HubReader
-from .checkpoint_format import WEIGHT, read_manifest
-from .checkpoint_load import TensorReader
+from .checkpoint_format import WEIGHT, Manifest, read_manifest
+from .checkpoint_load import TensorReader, own_model
 from .data.token_files import AS_BYTES, tokenizer_of
 from .data.vocabulary import Bytes, Tokenizer, Vocabulary, open_vocabulary
 
@@ -24,14 +26,21 @@ Weights = dict[str, torch.Tensor]
 
 
 def open_generator(
-    source: Path | str, dtype: torch.dtype = torch.float32
+    source: Path | str, dtype: torch.dtype = torch.float32, *, own: str = ""
 ) -> Generator:
-    """Open the model of a checkpoint in any layout, or of a Hugging Face folder, hf:FOLDER."""
-    return Generator.of(*model_of(source), dtype)
+    """Open the model of a checkpoint in any layout, or of a Hugging Face folder, hf:FOLDER.
+
+    `own` is FILE.py:Class of a user's model.
+    """
+    return Generator.of(*model_of(source, own), dtype)
 
 
-def model_of(source: Path | str) -> tuple[Model, Weights]:
-    """Return a saved decoder on the meta device, and its weights by name."""
+def model_of(source: Path | str, own: str = "") -> tuple[Model, Weights]:
+    """Return a saved model on the meta device, and its weights by name.
+
+    The code of a user's model runs only if `own` names it: a checkpoint that comes from
+    elsewhere must not choose what is run.
+    """
     name = str(source)
     reader = (
         HubReader(Path(model_folder(name.removeprefix(HUB))))
@@ -39,18 +48,38 @@ def model_of(source: Path | str) -> tuple[Model, Weights]:
         else TensorReader(Path(source), read_manifest(Path(source)))
     )
     with reader:
-        shape = reader.manifest.shape
-        if shape is None or shape.kind != "decoder":
-            raise GenerateError(
-                f"{source} is not a decoder, so it cannot generate text."
-            )
-        model = build_model(shape)
+        model = _model_saved_in(reader.manifest, name, own)
         weights = {
             tensor.name: reader.whole(tensor)
             for tensor in reader.manifest.tensors
             if tensor.kind == WEIGHT
         }
     return model, weights
+
+
+def _model_saved_in(manifest: Manifest, source: str, own: str) -> Model:
+    """Build the model of a manifest on the meta device."""
+    recorded = own_model(manifest)
+    if source.startswith(HUB) and code_of(source)[0]:
+        recorded = source
+    in_file = recorded and not recorded.startswith(HUB)
+    if own and not in_file:
+        raise GenerateError(
+            f"{source} holds no model of a file: leave --model out."
+        )
+    if in_file and not own:
+        raise GenerateError(
+            f"{source} holds the model {recorded}, and a checkpoint does not choose which code is run."
+            f" Name it yourself: --model {shlex.quote(recorded)}"
+        )
+    if own or recorded:
+        return load_model(own or recorded)
+    shape = manifest.shape
+    if shape is None or shape.kind != "decoder":
+        raise GenerateError(
+            f"{source} is not a decoder, so it cannot generate text."
+        )
+    return build_model(shape)
 
 
 def run_of(source: str) -> Run:
@@ -103,6 +132,18 @@ def refuse_unknown_vocabulary(run: Run) -> None:
         raise GenerateError(
             "sample.every needs the tokenizer of the data, which its files do not name. Write"
             " sample.tokenizer = FOLDER, or sample.every = 0."
+        )
+
+
+def refuse_long_sample(run: Run, shape: Shape) -> None:
+    """Raise if the texts of a run would be longer than its model's learned positions."""
+    wanted = run.sample
+    if not wanted.every or shape.positions != "learned":
+        return
+    if wanted.tokens >= shape.sequence:
+        raise GenerateError(
+            f"sample.tokens = {wanted.tokens}: the model has learned {shape.sequence} positions. Write"
+            " fewer, with room for the prompt."
         )
 
 
