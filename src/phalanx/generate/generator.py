@@ -41,8 +41,8 @@ class Generator:
         name."""
         if model.shape is None:
             raise GenerateError(
-                "the model's vocabulary is unknown: describe() returns no shape. Add"
-                " shape=Shape(...) to its Model."
+                "the model's vocabulary is unknown. Add shape=Shape(...) to the Model that describe()"
+                " returns, or call your own module with the weights of state_dict()."
             )
         return cls(_reader_of(model, weights, dtype), model.shape)
 
