@@ -430,9 +430,23 @@ def test_a_decoder_in_a_loop_continues_tokens_as_its_own_forward_does() -> (
         assert tokens == ids[3:]
 
 
-def test_a_module_without_a_cache_says_how_it_is_sampled() -> None:
+def test_a_module_without_a_cache_reads_the_whole_text_again() -> None:
+    greedy = Sampling(temperature=0)
+    run = _prepared(AloneWorld("cpu"), loss=None, metrics=[])
+    found = run.generate([1, 2], 5, greedy)
+    model, tokens = loops.tiny(), torch.tensor([[1, 2]])
+    for _ in range(5):
+        following = model.logits(tokens)[:, -1:].argmax(-1)
+        tokens = torch.cat((tokens, following), 1)
+    assert found == tokens[0, 2:].tolist()
+
+
+def test_a_module_of_unknown_vocabulary_says_how_it_is_sampled() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = phalanx.prepare(model, optimizer, world=AloneWorld("cpu"))
     with pytest.raises(GenerateError, match="state_dict"):
-        _prepared(AloneWorld("cpu")).generate([1, 2])
+        run.generate([1, 2])
 
 
 # ---- the example
