@@ -45,12 +45,14 @@ class Extent:
     def header(self) -> int:
         """Bytes about one round of a call: three words, two counts for each rank, and a
         text."""
+        # COUNTS words, splits of 2 words a rank, and a text of up to 1000 bytes.
         return 1024 + 16 * self.ranks
 
     @property
     def segment(self) -> int:
         """Bytes of a flag, two headers, a queue for each peer, and two buffers of two
         chunks."""
+        # In the order of `lines.py`: flag, headers, queues; then whole pages.
         return (
             whole(
                 LINE + 2 * whole(self.header, LINE) + LINE * self.ranks, PAGE
@@ -85,12 +87,15 @@ class Reserved:
             self._fd = os.memfd_create("torch-shm")
             try:
                 _resize(self._fd, self.extent.total)
+                # Tried at once: a limit on address space shows here, and not in a rank.
                 _map(self._fd, self.extent.total).close()
             except CommMisuse:
                 self.close()
                 raise
+            # Through /proc, so that other processes can open a file without a name.
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         else:
+            # All blocks of this file are allocated, so its parts are small.
             self.extent = Extent(ranks, 1 << 18, 32, 1 << 26)
             self.path = self._file = filled_file(self.extent.total)
 
@@ -175,8 +180,10 @@ class Arena:
         fd = os.open(path, os.O_RDWR)
         try:
             self._map = _map(fd, extent.total)
+        # The mapping outlives the file descriptor.
         finally:
             os.close(fd)
+        # The same memory as bytes for texts, and as 64-bit words for signals.
         self.bytes = memoryview(self._map)
         self.words = self.bytes.cast("q")
         # of all ranks, if they can read each other's memory
@@ -184,6 +191,7 @@ class Arena:
         self.base = torch.frombuffer(
             self._map, dtype=torch.uint8, count=1
         ).data_ptr()
+        # The heap is the last part of this rank's area.
         heap = self.page(rank) + PAGE + extent.segments * extent.segment
         self.heap = Heap(heap, heap + extent.heap)
 
@@ -210,6 +218,7 @@ class Arena:
         It is the tensor's offset in the arena, or minus its address in this process if
         processes can read each other's memory.
         """
+        # An offset in the arena means the same to all ranks, whatever their mapping.
         offset = x.data_ptr() - self.base
         if 0 <= offset < self.extent.total:
             return offset
@@ -223,6 +232,7 @@ class Arena:
         if place >= 0:
             into.copy_(self.at(place + skip, into.numel(), into.dtype))
         else:
+            # A negative place is an address in that process: -place + skip.
             direct.read(self.processes[rank], skip - place, into)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -246,6 +256,7 @@ class Arena:
         `room`."""
         raw = text.encode()[: room - 8]
         self.bytes[offset + 8 : offset + 8 + len(raw)] = raw
+        # The length last: a reader looks at it first.
         self.words[offset >> 3] = len(raw)
 
     def read_text(self, offset: int) -> str:
@@ -267,6 +278,7 @@ class Heap:
         """Allocate `size` bytes and return their offset, or None if there is no
         room."""
         size = rounded(size)
+        # Freed blocks serve their own rounded size alone.
         if waiting := self._free.get(size):
             return waiting.pop()
         if self._next + size > self._stop:

@@ -95,6 +95,7 @@ class AsyncWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the call. After `timeout` this raises; the call continues and can be
         waited for again."""
+        # From here on the caller advances it; the thread need not.
         _background.forget(self)
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         deadline = time.monotonic() + seconds if seconds > 0 else None
@@ -106,6 +107,7 @@ class AsyncWork(dist.Work):
                     else max(0.0, deadline - time.monotonic())
                 )
             self.end()
+        # Timed out, not ended: back to the thread.
         except CommTimeout:
             _background.add(self)
             raise
@@ -117,6 +119,7 @@ class AsyncWork(dist.Work):
 
     def end(self, error: CommError | None = None) -> None:
         """Finish the call after its transfers, once."""
+        # Once, also if the thread and a waiting caller come here together.
         with _lock:
             if self.ended:
                 return
@@ -173,6 +176,7 @@ class AsyncWork(dist.Work):
             first = self._future is None
             if first:
                 self._future = torch.futures.Future()
+            # The call may have ended before anybody asked for its future.
             if first and self.ended:
                 self._complete()
             return self._future
@@ -196,6 +200,7 @@ class _Background:
     def add(self, work: AsyncWork) -> None:
         with _lock:
             self._works[work] = None
+            # Let go of ended calls, unless C++ may still hold them.
             if (
                 len(self._works) > 1024
                 and _c10d._get_work_registry_size() == 0
@@ -224,12 +229,14 @@ class _Background:
             time.sleep(nap)
             with _lock:
                 pending = [work for work in self._works if not work.ended]
+                # Nothing pending for a while: sleep until `add` wakes the thread.
                 if not pending and nap >= self.LONGEST_NAP:
                     self._more.wait()
                     nap = self.NAP
                     continue
                 lines = tuple(_lines.items()) if pending else ()
             moved = sum(world.move(line) for line, world in lines) > 0
+            # Shorter naps while calls progress, longer ones while nothing moves.
             nap = self.NAP if moved else min(1.5 * nap, self.LONGEST_NAP)
             now = time.perf_counter()
             look = now > looked + LOOK_EVERY
@@ -260,6 +267,7 @@ class ShmProcessGroup:
         self, store: Any, rank: int, size: int, timeout: timedelta, name: str
     ) -> None:
         self.name = name
+        # torch needs a backend object; this one of its own refuses every call.
         options = _c10d.FakeProcessGroup.Options()
         options.error_on_collective = True
         self.backend = _c10d.FakeProcessGroup._create_internal(
@@ -271,6 +279,7 @@ class ShmProcessGroup:
             # 4 GiB of addresses for messages: a program may create very many groups.
             try:
                 reserved = Reserved(size, heap=1 << 32)
+            # The others wait for this key, so a failure is published as well.
             except CommMisuse as error:
                 store.set("arena", json.dumps([str(error), None]))
                 raise
@@ -297,6 +306,7 @@ class ShmProcessGroup:
                 f"backend shm: rank {rank} cannot open the memory of rank 0, {path} ({error}); "
                 "all ranks must run as one user."
             ) from error
+        # All ranks have mapped the arena, which lives on without a name.
         if reserved is not None:
             reserved.close()
         self._group = self.world.split(f"group {name}", [tuple(range(size))])
@@ -324,6 +334,7 @@ class ShmProcessGroup:
         ):
             run = _Operators(self._group, wait)
             getattr(run, operator)(*args)
+            # Synchronous: the kernel returns a work that has ended.
             if wait:
                 run.finish()
                 return _completed
@@ -415,6 +426,7 @@ class _Operators:
 
     def allgather_(self, outs: list[list[Tensor]], xs: list[Tensor]) -> None:
         for parts, x in zip(outs, xs, strict=True):
+            # whole: (ranks, *x.shape), then one row into each output
             whole = x.new_empty((len(parts), *x.shape)).data
             self._copy_back(parts, list(whole))
             self._begin(Call("all_gather", _of(x), whole))
@@ -460,6 +472,7 @@ class _Operators:
         self._begin(Call("scatter", self._into(outs[0]), parts=parts, at=root))
 
     def alltoall_(self, outs: list[Tensor], xs: list[Tensor]) -> None:
+        # Lists of tensors travel as one flat tensor, cut by their sizes.
         whole = outs[0].new_empty(sum(out.numel() for out in outs))
         takes, sends = [out.numel() for out in outs], [x.numel() for x in xs]
         self._copy_back(outs, torch.split(whole, takes))
@@ -518,10 +531,12 @@ class _Operators:
         if _op(op) != "sum":
             raise CommMisuse("backend shm: sparse tensors can only be summed.")
         n, part = self.group.size, x.detach().coalesce()
+        # 1. The number of nonzero entries of each rank: (n)
         counts = torch.empty(n, dtype=torch.int64)
         self.group.begin(
             Call("all_gather", torch.tensor([part._nnz()]), counts)
         ).wait()
+        # 2. Indices (n * rows, dims) and values, padded to the longest part.
         rows = int(counts.max())
         gathered = []
         for mine in (part.indices().T, part.values()):
@@ -530,6 +545,7 @@ class _Operators:
             padded[: len(mine)] = mine
             gathered.append(mine.new_empty((n * rows, *mine.shape[1:])))
             self.group.begin(Call("all_gather", padded, gathered[-1])).wait()
+        # 3. `coalesce` adds the values of equal indices.
         total = torch.sparse_coo_tensor(
             gathered[0].T, gathered[1], x.shape
         ).coalesce()
@@ -585,6 +601,7 @@ def _install() -> None:
 
 def _kernel(name: str) -> Callable[..., Any]:
     own = getattr(torch.ops.c10d, name).default
+    # The signature is read once, when the kernel is made.
     schema = own._schema
     names = [argument.name for argument in schema.arguments]
     defaults = [argument.default_value for argument in schema.arguments]
@@ -594,6 +611,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *given: Any) -> Any:
         args = (*given, *defaults[len(given) :])
+        # CPU tensors of one of our groups are ours; everything else is passed on.
         here = keyset.has(_Key.CPU) or (
             takes_sparse and keyset.has(_Key.SparseCPU)
         )
@@ -602,6 +620,7 @@ def _kernel(name: str) -> Callable[..., Any]:
             # Unlike calling a kernel directly, this releases the GIL, which gloo's
             # threads acquire while holding a lock that the call waits for.
             return own.redispatch(keyset & _BELOW, *args)
+        # Without the process group, and up to async_op.
         passed = (*args[:at], *args[at + 1 : waits])
         work: Any = group.call(
             name, passed, waits is not None and not args[waits]
@@ -618,11 +637,13 @@ def _kernel(name: str) -> Callable[..., Any]:
 def _group_of(boxed: Any) -> ShmProcessGroup | None:
     """Return the shm group that a process group uses for CPU tensors, if any."""
     process_group = _dist.ProcessGroup.unbox(boxed)
+    # Looked up once per group, as each call comes through here.
     try:
         return _known[process_group]
     except KeyError:
         pass
     group = _groups.get(process_group.group_name)
+    # Ours by name, but torch may use another backend of it for CPU tensors.
     if (
         group is not None
         and process_group._get_backend(_CPU) is not group.backend

@@ -43,6 +43,7 @@ def signature(
 ) -> str:
     """Return the readable text of a call that must be equal on every member of its
     group."""
+    # No size moves, and a split names its groups in `op`.
     if kind in ("barrier", "split"):
         return f"{kind} {op}".rstrip()
     # In an all-to-all each rank has its own sizes; they are compared pair by pair.
@@ -50,6 +51,7 @@ def signature(
     words = ", ".join(
         word for word in (op, f"root {at}" if kind in ROOTED else "") if word
     )
+    # Both ends of a message have one text, as each compares its own with the other's.
     name = "send/receive" if kind in ("send", "receive") else kind
     return f"{name}{f'({words})' if words else ''} of {size}{str(dtype).removeprefix('torch.')}"
 
@@ -114,6 +116,7 @@ def equal_splits(
 ) -> tuple[int, ...]:
     """Return the rows of `x` for each rank in an all-to-all: as given, or in equal
     parts."""
+    # Trailing dims are not split: counts are of rows of dim 0.
     rows = x.shape[0] if x.dim() else 0
     if splits is None and rows % member.size:
         raise CommMisuse(
@@ -154,6 +157,7 @@ def _reason_against(member: Member, call: Call) -> str:
         return (
             f"no reduction is named {call.op!r}; there are {', '.join(OPS)}."
         )
+    # The mean of integers is no integer, and a sum of bools is no bool.
     whole = call.op == "average" and not x.dtype.is_floating_point
     if whole or (call.op == "sum" and x.dtype == torch.bool):
         return f"{call.op} of {x.dtype} is not defined; convert it first."
@@ -177,6 +181,7 @@ def _reason_against_sizes(member: Member, call: Call) -> str:
     if call.out is None:
         return ""
     out = call.out.numel()
+    # Only all-gather and reduce-scatter tie the size of out to that of x.
     needed = {"all_gather": x * n, "reduce_scatter": x / n}.get(call.kind, out)
     if out != needed:
         return f"out has {out} elements, {needed:g} are needed for x of {x} in a group of {n}."
@@ -198,6 +203,7 @@ def disagreement(
 
 def named(ranks: Sequence[int]) -> str:
     """Format ranks with a verb: rank 3 has; ranks 0-2, 5 have."""
+    # Ranks that ascend by one have an equal difference to their index.
     runs = [
         [rank for _, rank in run]
         for _, run in groupby(

@@ -40,6 +40,7 @@ def calls(
     one rank's share."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
+    # A ring: every rank sends to the next and receives from the one before.
     def ring() -> None:
         sent = _dist.isend(whole, (rank + 1) % size, group=group)
         _dist.recv(other, (rank - 1) % size, group=group)
@@ -85,6 +86,7 @@ def measure(rank: int, size: int, store: str, rounds: int) -> list[Timing]:
     }
     timings = []
     for text, bytes_ in SIZES.items():
+        # Elements of float32, in equal parts for all ranks.
         numel = bytes_ // 4 // size * size
         whole, other = torch.ones(numel), torch.ones(numel)
         part = torch.ones(numel // size)
@@ -97,6 +99,7 @@ def measure(rank: int, size: int, store: str, rounds: int) -> list[Timing]:
             for _ in range(rounds + 1):  # the first round warms up
                 for name, way in ways.items():
                     times[name].append(seconds(way[kind]))
+                    # Sums would grow without bound from call to call.
                     whole.fill_(1.0)
             gloo, shm = (
                 statistics.median(times[name][1:]) for name in ("gloo", NAME)

@@ -27,6 +27,7 @@ def _libc() -> Any:
 def allow() -> None:
     """Allow sibling processes to read this one. Linux with Yama requires permission."""
     if hasattr(_libc(), "process_vm_readv"):
+        # Yama then allows the parent and its descendants, the other ranks among them.
         _libc().prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 

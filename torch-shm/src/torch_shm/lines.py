@@ -52,6 +52,7 @@ _fence = threading.Lock()
 
 def keep_order() -> None:
     """Make earlier writes visible to other ranks before later ones (a memory fence)."""
+    # Released and acquired again: no access crosses both.
     for _ in () if _ordered else (1, 2):
         with _fence:
             pass
@@ -124,11 +125,13 @@ class Collectives(Line):
         self.arena, self.ranks = arena, ranks
         self.size = len(ranks)
         self.rank = ranks.index(arena.rank)
+        # Nearest first, so that ranks do not all read from rank 0 at the same time.
         self.others = [
             (self.rank + i) % self.size for i in range(1, self.size)
         ]
         self.chunk = arena.extent.chunk
         self.made = 0
+        # The offsets of all members' segments; only this rank's own is written here.
         starts = [arena.segment(rank, segment) for rank in ranks]
         header = whole(arena.extent.header, LINE)
         self._headers = [
@@ -141,8 +144,10 @@ class Collectives(Line):
             for start in starts
         ]
         self._words = arena.words
+        # Offsets are in bytes, and a word has 8.
         self._flag = starts[self.rank] >> 3
         self._flags = [starts[i] >> 3 for i in self.others]
+        # Above every count that an earlier group can have left in this segment.
         self.count = (number + 1) << 40
         self._rounds: Iterator[bool] | None = None
         # The last round of the previous call was reached but not waited for: the next
@@ -163,6 +168,7 @@ class Collectives(Line):
 
     def mine(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory in this rank's buffer for the next round."""
+        # Round k uses buffer k modulo 2, and this is for the next round.
         return self.view(self.rank, (self.count + 1) & 1, at, numel, dtype)
 
     def theirs(
@@ -200,6 +206,7 @@ class Collectives(Line):
 
     def add(self, work: LineWork) -> None:
         super().add(work)
+        # Later calls start when the ones before them have ended.
         if len(self.works) == 1:
             self._start()
 
@@ -213,15 +220,18 @@ class Collectives(Line):
     def advance(self) -> bool:
         if not self.works or not self.ready():
             return False
+        # What the others wrote before their flags must be read after the flags.
         keep_order()
         if self._rounds is None:
             self._start()
             return True
+        # The first round of a call has brought all headers: now calls can be compared.
         if self._first:
             self._first = False
             self._compare()
             if self.works[0].call.kind == "all_to_all":
                 self._compare_splits()
+        # The last round: the call is complete, and the next one may start at once.
         if self._step(self._rounds):
             self.works.popleft().ended = True
             self.made += 1
@@ -249,6 +259,7 @@ class Collectives(Line):
             return  # `advance` calls this again
         self.owed = False
         call = self.works[0].call
+        # Into the header of the next round, which nobody reads before its flag.
         if call.kind == "all_to_all":
             counts = self._header(self.rank, 1) + COUNTS
             for k, count in enumerate((*call.in_splits, *call.out_splits)):
@@ -265,6 +276,7 @@ class Collectives(Line):
         """Write what the next round needs and enter it; return True if there is nothing
         to wait for."""
         with torch.no_grad():
+            # Every yield ends the writing for one round.
             for last in steps:
                 self._come()
                 self.owed = last
@@ -274,6 +286,7 @@ class Collectives(Line):
     def _come(self) -> None:
         """Enter the next round; its buffers have been written."""
         self.count += 1
+        # First the data and then the flag, in this order for all ranks.
         keep_order()
         self._words[self._flag] = self.count
 
@@ -288,19 +301,23 @@ class Collectives(Line):
         """
         if self.works or self.owed or x.requires_grad or not x.is_contiguous():
             return False
+        # 1. Find the buffers for this op, shape, dtype and turn, prepared once.
         turn = (self.count + 1) & 1
         key = op, x.shape, x.dtype, turn
         plan = self._small.get(key) or self._prepare(x, op, key)
         if plan is None:
             return False
+        # 2. Write x and the header, and enter the round.
         plan.mine.copy_(x)
         self._write_header(plan.signature, NOWHERE)
         self._come()
+        # 3. Look some times before waiting in earnest.
         for _ in range(20):
             if self.ready():
                 break
         else:
             wait()
+        # 4. Compare the headers, and reduce in rank order.
         keep_order()
         self._compare()
         self.made += 1
@@ -324,6 +341,7 @@ class Collectives(Line):
             self.view(i, key[3], 0, n, x.dtype).view(x.shape)
             for i in range(self.size)
         ]
+        # One step of two parts, without a float32 copy or a division.
         plain = self.size == 2 and x.dtype not in HALVES and op != "average"
         signature = _signature(Call("all_reduce", x, op=op))
         if len(self._small) > 500:
@@ -339,6 +357,7 @@ class Collectives(Line):
     def _write_header(self, signature: tuple[bytes, int], place: int) -> None:
         """Write the header of the next round: the call, and the place of its tensor."""
         turn, word = (self.count + 1) & 1, self._header(self.rank, 1)
+        # The text of a repeated call is there already; only its place may differ.
         if self._written[turn] is not signature:
             text, self._words[word + DIGEST] = signature
             start = 8 * (word + COUNTS + 2 * self.size)
@@ -357,6 +376,7 @@ class Collectives(Line):
     def _compare_splits(self) -> None:
         splits = [self.splits(i) for i in range(self.size)]
         n, me = self.size, self.rank
+        # i sends to me as many rows as I take from i, and the reverse.
         for i in self.others:
             if (
                 splits[i][me] != splits[me][n + i]
@@ -408,12 +428,14 @@ class Inbox:
         self.source, self.rank = source, group.ranks[source]
         self.read = 0
         self._arena, self._words = group.arena, group.arena.words
+        # The source's queue for this rank, then the last message seen: NEXT leads on.
         self._last = group.queues[source] + LINE * group.rank
         self._unread: dict[int, deque[int]] = {}
 
     def first(self, tag: int) -> int:
         """Return the offset of the first unread message with a tag; 0 if there is
         none."""
+        # Follow the chain as far as it goes, and sort new messages by their tags.
         while message := self._words[(self._last >> 3) + NEXT]:
             keep_order()
             self._unread.setdefault(
@@ -433,6 +455,7 @@ class Inbox:
             x.view(-1).copy_(
                 self._arena.at(message + PAYLOAD, x.numel(), x.dtype)
             )
+        # The copy is complete before the sender may reuse the memory.
         keep_order()
         self._words[(message >> 3) + STATE] = READ
         self.read += 1
@@ -461,6 +484,7 @@ class Receives(Line):
         return any(inbox.first(self._tag) for inbox in self._inboxes)
 
     def advance(self) -> bool:
+        # From any source: the first inbox with a message of this tag.
         for inbox in self._inboxes if self.works else ():
             if message := inbox.first(self._tag):
                 self._read(inbox, message)
@@ -507,6 +531,7 @@ class Outbox:
                 f"there is no room for a message of {size} bytes in shared memory; its receiver is "
                 "far behind, or the machine's shared memory cannot grow: use backend gloo."
             )
+        # A new message ends the chain: its NEXT is 0.
         word = message >> 3
         (
             self._words[word + NEXT],
@@ -522,6 +547,7 @@ class Outbox:
         )
         with torch.no_grad():
             self._arena.at(message + PAYLOAD, x.numel(), x.dtype).copy_(x)
+        # The message is complete before the one before it leads there.
         keep_order()
         self._words[(self._last >> 3) + NEXT] = message
         self._last = message

@@ -40,6 +40,7 @@ def _places(
     Returns None if `x` fits into a chunk, without taking a round, or if one of them
     cannot be read in place.
     """
+    # What fits into a chunk is copied: that takes one round, this would take two.
     if x.numel() * x.itemsize <= t.chunk:
         return None
     yield False
@@ -52,6 +53,7 @@ def _shared(
 ) -> Generator[bool, None, list[Tensor] | None]:
     """Return all ranks' tensors, if `_places` finds all of them in shared memory."""
     places = yield from _places(t, x, range(t.size))
+    # A negative place is in another process: to be copied, not reduced in place.
     if places is None or min(places.values()) < 0:
         return None
     return [t.arena.at(place, x.numel(), x.dtype) for place in places.values()]
@@ -59,6 +61,7 @@ def _shared(
 
 def _all_reduce(t: "Collectives", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
+    # Small: write all of x, one round, and every rank reduces everything.
     if x.numel() * x.itemsize <= SMALL:
         t.mine(0, x.numel(), x.dtype).copy_(x)
         yield False
@@ -68,17 +71,20 @@ def _all_reduce(t: "Collectives", call: Call) -> Iterator[bool]:
             call.op,
         )
         return
+    # In place, if x of all ranks is in shared memory; otherwise chunk by chunk.
     xs = yield from _shared(t, x)
     if xs is None:
         yield from _reduce_chunks(t, x, call.op)
     else:
         _reduce_in_place(xs, t.rank, call.op)
+        # Every rank writes its part to all tensors, so wait for all.
         yield False
 
 
 def _reduce_in_place(xs: list[Tensor], me: int, op: str) -> None:
     """Reduce this rank's part of all tensors, and write the result to all of them."""
     parts = [_cut(x, len(xs))[me] for x in xs]
+    # Runs of 65,536 elements of this rank's part, from all tensors at once.
     for pieces in zip(*(_runs(part, 1 << 16) for part in parts), strict=True):
         total = torch.empty_like(pieces[0])
         reduce_into(total, list(pieces), op)
@@ -91,10 +97,13 @@ def _reduce_chunks(t: "Collectives", x: Tensor, op: str) -> Iterator[bool]:
     chunk."""
     me, dtype, byte = t.rank, x.dtype, x.itemsize
     chunks = [_cut(chunk, t.size) for chunk in _runs(x, t.chunk // byte)]
+    # starts[k][i]: the first element of rank i's part in chunk k.
     starts = [[_start(parts, i) for i in range(t.size)] for parts in chunks]
+    # Round k brings the parts of chunk k and the results of chunk k - 1.
     for k in range(len(chunks) + 1):
         now = k < len(chunks)
         if now:
+            # To every other rank its part of this rank's chunk.
             for i in t.others:
                 t.mine(starts[k][i] * byte, chunks[k][i].numel(), dtype).copy_(
                     chunks[k][i]
@@ -111,6 +120,7 @@ def _reduce_chunks(t: "Collectives", x: Tensor, op: str) -> Iterator[bool]:
             ]
             reduce_into(total, came, op)
             own.copy_(total)
+        # The other ranks' results of the chunk before.
         if k:
             for i in t.others:
                 part = chunks[k - 1][i]
@@ -125,6 +135,7 @@ def _reduce_scatter(t: "Collectives", call: Call) -> Iterator[bool]:
         call.x.dtype,
         call.x.itemsize,
     )
+    # rows: (size, n); row i is reduced on rank i
     rows = call.x.view(t.size, out.numel())
     xs = yield from _shared(t, call.x)
     if xs is not None:
@@ -133,6 +144,7 @@ def _reduce_scatter(t: "Collectives", call: Call) -> Iterator[bool]:
             reduce_into(total, pieces, call.op)
         yield False
         return
+    # In each round a run of `width` elements of every row.
     width = max(1, t.chunk // byte // t.size)
     for own, total, *others in zip(
         _runs(rows[me], width),
@@ -159,6 +171,7 @@ def _reduce(t: "Collectives", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
     for part in _runs(x, t.chunk // x.itemsize):
         n = part.numel()
+        # The others only write; the root reduces in rank order.
         if t.rank != call.at:
             t.mine(0, n, x.dtype).copy_(part)
         yield False
@@ -204,6 +217,7 @@ def _collect(
         own.copy_(x)
     others = [i for i in t.others if i in rows]
     places = yield from _places(t, x, sources)
+    # Large: read from the sources directly, in shared memory or in their process.
     if places is not None:
         for i in others:
             t.fetch(i, places[i], rows[i])
@@ -228,6 +242,7 @@ def _scatter(t: "Collectives", call: Call) -> Iterator[bool]:
     sources = [part.view(-1) for part in call.parts or ()]
     for k, part in enumerate(_runs(x, width)):
         n = part.numel()
+        # Only the root has parts; the others write nothing.
         for i, source in enumerate(sources):
             t.mine(i * width * byte, n, x.dtype).copy_(
                 source[k * width : k * width + n]
@@ -245,6 +260,7 @@ def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
         call.x.dtype,
         call.x.itemsize,
     )
+    # Elements of a row, also where this rank sends none.
     row = call.x[0].numel() if call.x.shape[0] else call.out[:1].numel()
     stretches = torch.split(x, [n * row for n in call.in_splits])
     taken = torch.split(out, [n * row for n in call.out_splits])
@@ -256,6 +272,7 @@ def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
             part = stretches[i][k * width : (k + 1) * width]
             t.mine(i * width * byte, part.numel(), dtype).copy_(part)
         yield False
+        # The first round also brings all splits, and with them the longest slice.
         if not k:
             taken[t.rank].copy_(stretches[t.rank])
             sent = [t.splits(i)[: t.size] for i in range(t.size)]
@@ -273,6 +290,7 @@ def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
                         i,
                         places[i],
                         taken[i],
+                        # In rank i's x, this slice lies behind those for lower ranks.
                         skip=row * byte * sum(sent[i][: t.rank]),
                     )
                 yield False
@@ -296,6 +314,7 @@ def _cut(x: Tensor, n: int) -> list[Tensor]:
     """Split into n parts, the first ones longer; into whole cache lines if x is
     long."""
     width = -(-x.numel() // n)
+    # 64 elements fill whole cache lines, which two ranks should not share.
     width = -(-width // 64) * 64 if x.numel() >= 64 * n else width
     return [x[min(i * width, x.numel()) : (i + 1) * width] for i in range(n)]
 

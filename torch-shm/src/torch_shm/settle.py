@@ -33,7 +33,9 @@ def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:
     if not total.numel():
         return
     first, *others = (part.to(total.device).view_as(total) for part in parts)
+    # A later part that lies in `total` would be overwritten before its turn.
     aside = any(part.data_ptr() == total.data_ptr() for part in others[1:])
+    # In float32 from the first part to the last, and one rounding at the end.
     if total.dtype in HALVES or aside:
         dtype = torch.float32 if total.dtype in HALVES else total.dtype
         wide = first.to(dtype, copy=True)
@@ -43,9 +45,11 @@ def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:
         total.copy_(wide)
         return
     step = STEPS[op]
+    # total = first op second, then total = total op third, and so on
     for part in others:
         step(first, part, out=total)
         first = total
+    # A single part: there was no step that wrote to total.
     if not others and first.data_ptr() != total.data_ptr():
         total.copy_(first)
     if op == "average":
@@ -61,6 +65,7 @@ def settle(calls: Sequence[Call]) -> None:
     outs = [call.out for call in calls if call.out is not None]
     root = calls[first.at] if 0 <= first.at < n else first
     match first.kind:
+        # The first rank's tensor takes the result; the others get copies of it.
         case "all_reduce" if n > 1:
             reduce_into(xs[0], xs, first.op)
             for x in xs[1:]:
@@ -71,6 +76,7 @@ def settle(calls: Sequence[Call]) -> None:
             for x in xs:
                 if x is not root.x:
                     x.copy_(root.x.view_as(x))
+        # out: (n, numel of x), and row i is rank i's x
         case "all_gather":
             for i, x in enumerate(xs):
                 for out in outs:
@@ -80,6 +86,7 @@ def settle(calls: Sequence[Call]) -> None:
                     ):  # x may be a part of out
                         part.copy_(x.flatten())
         case "reduce_scatter":
+            # rows[r][i] is the part of rank r's x that goes to rank i.
             rows = [_rows(x, n) for x in xs]
             # out may be a part of some x
             totals = [torch.empty_like(rows[0][0]) for _ in xs]
@@ -92,6 +99,7 @@ def settle(calls: Sequence[Call]) -> None:
                 torch.split(call.x, list(call.in_splits)) for call in calls
             ]
             for j, out in enumerate(outs):
+                # taken[i] is where rank j puts the rows from rank i.
                 taken = torch.split(out, list(calls[j].out_splits))
                 for into, sent in zip(taken, parts, strict=True):
                     into.copy_(sent[j])
@@ -101,6 +109,7 @@ def settle(calls: Sequence[Call]) -> None:
         case "scatter":
             for x, part in zip(xs, root.parts or (), strict=True):
                 x.copy_(part.view_as(x))
+        # calls[0] is the sender's, calls[1] the receiver's.
         case "send":
             xs[1].copy_(xs[0].view_as(xs[1]))
 

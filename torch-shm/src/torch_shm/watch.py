@@ -63,6 +63,7 @@ class Watch:
         # If ranks outnumber cores, spinning blocks the rank that one waits for.
         self._spin = 20 if size <= cores() else 2
         self._standing: dict[int, float] = {}
+        # What the others need to know of this process; STATE last, as it says HERE.
         direct.allow()
         self._words[self._page + PID] = os.getpid()
         self._words[self._page + BASE] = arena.base
@@ -80,6 +81,7 @@ class Watch:
             self._words[(page >> 3) + PID],
             self._words[(page >> 3) + BASE],
         )
+        # A word with a known value: its own process id, read through its mapping.
         return (
             direct.readable(pid, base + page + 8 * PID, seen)
             and int(seen) == pid
@@ -104,6 +106,7 @@ class Watch:
         `limit`: seconds after which to give up. Nothing breaks then: the call may be
         waited for again.
         """
+        # The common case: the others come within a few looks.
         for _ in range(self._spin):
             if go_on():
                 return
@@ -116,6 +119,7 @@ class Watch:
             waited = now - start
             if limit is not None and waited > limit:
                 raise CommTimeout(self._late(line, limit))
+            # Spin, then yield the core, then sleep for a growing time.
             if waited > SLEEP_AFTER:
                 time.sleep(min(waited / 10, LONGEST_SLEEP))
             elif waited > YIELD_AFTER or self._spin < 10:
@@ -149,6 +153,7 @@ class Watch:
         # The first failure is the cause of later ones.
         if self._words[page + (TEXT >> 3)] == 0:
             self._arena.write_text(page << 3 | TEXT, text, ROOM)
+        # A failure only grows: from messages to collectives to all calls.
         self._words[page + BROKEN] = max(how_much, self._words[page + BROKEN])
 
     def leave(self) -> None:
@@ -164,6 +169,7 @@ class Watch:
             for rank in absent
             if (text := self._end_of(rank, line)) is not None
         ]
+        # A collective needs all absent ranks, a receive from any rank only one.
         if reasons and len(reasons) >= (
             len(absent) if line.any_of_them else 1
         ):
@@ -175,18 +181,21 @@ class Watch:
     def _end_of(self, rank: int, line: Line) -> str | None:
         page = self._arena.page(rank)
         words, word = self._words, page >> 3
+        # Broken collectives do not end messages from that rank; a failed rank does.
         if words[word + BROKEN] >= (
             COLLECTIVES if line.collective else EVERYTHING
         ):
             return self._arena.read_text(page + TEXT)
         if words[word + STATE] == LEFT:
             return f"rank {rank} has left and makes no further call; {self._doings()}"
+        # Not yet here: it may still come, so only the timeout ends this wait.
         if words[word + STATE] == ABSENT:
             return None
         pid = words[word + PID]
         state = process_state(pid)
         if state in "ZX":
             return f"rank {rank} is lost, its process {pid} has ended; {self._doings()}"
+        # Stopped, as by SIGSTOP: lost only if it stays so.
         if state != "T" or self.watched:
             self._standing.pop(rank, None)
         elif (
@@ -229,6 +238,7 @@ def process_state(pid: int) -> str:
         if os.path.exists("/proc/self/stat"):
             return "X"
     try:
+        # Without /proc: signal 0 only asks if the process exists.
         os.kill(pid, 0)
     except ProcessLookupError:
         return "X"

@@ -64,6 +64,7 @@ class SharedGroup:
             return self._send(call, tag)
         if call.kind == "receive":
             return self._world.begin(self._receives_of(call.at, tag), call)
+        # A group of one computes its collectives at once.
         if self.size == 1:
             settle([call])
             return _COMPLETE
@@ -143,11 +144,13 @@ class SharedWorld:
         # close in the same order.
         self._segments: dict[int, int] = {}
         self._splits = 0
+        # 1. Meet: all ranks have mapped the arena, and their pages are written.
         self._meet(_BARRIER)
         if rank == 0:
             # All have mapped the file. It loses its name here, so that a kill leaves
             # nothing behind.
             forget(path)
+        # 2. Try to read each other's memory, and meet again with the results.
         self.watch.try_reading()
         self._meet(_BARRIER)
         self.arena.processes = self.watch.processes()
@@ -162,6 +165,7 @@ class SharedWorld:
         self._meet(split_call(name, groups))
         self._splits += 1
         self.watch.names.append(name)
+        # The lowest free number, which is the same on all ranks.
         taken = set(self._segments.values())
         segment = next(i for i in range(1, len(taken) + 2) if i not in taken)
         if segment >= self.arena.extent.segments:
@@ -188,6 +192,7 @@ class SharedWorld:
         """Append a call to its line and advance it as far as possible."""
         work = SharedWork(self, line, call)
         with self._lock:
+            # An error of an earlier call has ended this line for good.
             if line.error is not None:
                 raise line.error
             line.add(work)
@@ -258,6 +263,7 @@ class SharedWorld:
             if group.error is not None:
                 raise group.error
 
+        # The other lines advance meanwhile, as a peer may wait for one of them.
         def go_on() -> bool:
             while not group.ready() and self.advance():
                 pass
@@ -286,6 +292,7 @@ class SharedWorld:
     def leave(self) -> None:
         """Make no further calls. Waits for nobody, as the other ranks may be gone
         already."""
+        # Nobody advances the lines of a world that has been left.
         with self._lock:
             for line in [
                 line for line, world in self._lines.items() if world is self
