@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .api.plan import plan as plan
     from .api.step import draw as draw
     from .api.step import simulate as simulate
+    from .api.train import train as train
     from .api.trainers import check_file as check_file
     from .api.verify import verify as verify
     from .comm import join as join
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from .layout import Layout as Layout
     from .layout import Run as Run
     from .layout import Shape as Shape
-    from .train.loop import train as train
 
 __version__ = VERSION
 
@@ -48,11 +48,11 @@ _NAMES = {
     "api.own_loop": "prepare",
     "api.plan": "plan",
     "api.step": "draw simulate",
+    "api.train": "train",
     "api.trainers": "check_file",
     "api.verify": "verify",
     "comm": "join launch",
     "layout": "Layout Run Shape",
-    "train.loop": "train",
 }
 _HOMES = {
     name: home for home, names in _NAMES.items() for name in names.split()

@@ -11,6 +11,7 @@ The run file, data, logs and restarts of `train` are left to the user's script.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -57,12 +58,14 @@ from ..train.parallelize import ModelPart, parallelize
 from ..train.precision import precision_on
 from ..train.program import program_of
 from ..train.whole_weights import whole_weights
+from ..verify.first import Subject, batches_like, refuse_unverified
 
 Count = Callable[[Mapping[str, Tensor]], Any]
 # A batch of a loader: named tensors, or an input with its targets.
 GivenBatch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 
 
+_LOG = logging.getLogger(__name__)
 LOOP = "loop"  # key of the loop's entries in a checkpoint's `config`
 
 
@@ -109,6 +112,7 @@ def prepare(
     example: GivenBatch | None = None,
     tp_plan: Plan | None = None,
     world: World | None = None,
+    verify: bool = True,
 ) -> PreparedRun:
     """Build this rank's part of a torch module, for a training loop of your own. Collective.
 
@@ -132,6 +136,8 @@ def prepare(
     tp_plan: which linears of the blocks tp shards, as torch's `parallelize_module` takes it:
         {"attn.wq": ColwiseParallel(), "attn.wo": RowwiseParallel()}. It needs an example
     world: this rank's connection to the others; by default `phalanx.join()`
+    verify: before the first step in a layout, compare a step of a cut-down copy of the module with
+        one process; a trial that passed is not repeated
     """
     world = world or join()
     if str(layout).strip() == "auto":
@@ -153,6 +159,9 @@ def prepare(
         made = cut_blocks(made, chosen)
         program = program_of(made, chosen)
         facts |= _facts(made, chosen, program, optimizer, measure, clip)
+        first = _FirstTrial(own, chosen, loss, measure) if verify else None
+        if first and first.entries and not world.rank:
+            first.refuse_different(first.entries)
     scaled = clip > 0 or chosen.precision == FP16
     parameters = {name: own.names[theirs] for name, theirs in names.items()}
     updater = OwnOptimizer(optimizer, parameters, scaled=scaled)
@@ -167,6 +176,8 @@ def prepare(
         measure=measure,
     )
     run = PreparedRun(world, part, own, names, updater)
+    if first and not first.entries:
+        run._first = first
     run._begin_alike()
     return run
 
@@ -190,6 +201,8 @@ class PreparedRun:
         self.steps = 0
         self._own, self._names, self._updater = own, names, updater
         self._saver: Saver | None = None
+        # compares the first step's batch with one process
+        self._first: _FirstTrial | None = None
 
     def __repr__(self) -> str:
         parameters = sum(weight.numel() for weight in self._own.names.values())
@@ -261,6 +274,8 @@ class PreparedRun:
     def step(self, batch: GivenBatch) -> StepOutcome:
         """Run one step on this rank's rows of a batch: forward, backward, clipping and
         update."""
+        if self._first:
+            self._refuse_different(self._first, batch)
         own = self._microbatches(batch)
         result = self.part.trainer.step(own, 0.0, timed=False)
         self._updater.stepped()
@@ -272,6 +287,12 @@ class PreparedRun:
         return StepOutcome(
             self.steps, result.total, result.norm, metrics, result.finite
         )
+
+    def _refuse_different(self, first: _FirstTrial, batch: GivenBatch) -> None:
+        with agreement(self.world):
+            if not self.world.rank:
+                first.refuse_different(_entries(batch))
+        self._first = None
 
     def evaluate(self, batch: GivenBatch) -> Evaluation:
         """Return the loss and metrics over the rows of all ranks, without an update."""
@@ -488,6 +509,51 @@ def _refuse_wrong_plan(
             model, own, OwnLoss(loss, measure) if loss else None, measure
         )
         refuse_mixing(model, layout, own.example)
+
+
+@dataclass(frozen=True)
+class _FirstTrial:
+    """The comparison of a user's module with one process before its first step."""
+
+    own: OwnModule
+    layout: Layout
+    loss: LossFunction | None
+    measure: Measure
+
+    @property
+    def entries(self) -> Mapping[str, Tensor]:
+        """The batch to compare on, if it is known before the first step."""
+        return self.own.example or {}
+
+    def refuse_different(self, entries: Mapping[str, Tensor]) -> None:
+        code = (type(self.own.module), self.own.describe, self.loss)
+        subject = Subject(
+            self._model,
+            batches_like(entries),
+            tuple(filter(None, code)),
+        )
+        untried = refuse_unverified(subject, self.layout)
+        if untried:
+            kind = type(self.own.module).__name__
+            _LOG.warning(
+                "%s is not compared with one process before its first step: %s",
+                kind,
+                untried,
+            )
+
+    def _model(self) -> Model:
+        """A new Model whose loss returns no metrics."""
+        model, _ = self.own.model()
+        measure = replace(self.measure, metrics=())
+        loss = OwnLoss(self._sum, measure) if self.loss else None
+        _give_loss(model, self.own, loss, measure)
+        return model
+
+    def _sum(self, output: Any, batch: dict[str, Tensor]) -> Tensor:
+        assert self.loss is not None
+        returned = self.loss(output, batch)
+        loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return loss
 
 
 def _refuse_illegal(model: Model, layout: Layout) -> None:

@@ -24,6 +24,7 @@ from .signature import with_keywords
 if TYPE_CHECKING:
     from ..parallel import Model
     from ..verify import Verdict
+    from ..verify.first import Subject
     from ..verify.run_trial import RunTrial
 
 Maker = Callable[[], "Model"]
@@ -279,6 +280,14 @@ def verify_run(
     return VerifiedRun(
         shape.name, dtype, tuple(found), trial.covered, trial.left_out, seconds
     )
+
+
+def subject_of(run: Run) -> Subject:
+    """Return a run's model of the user's own, with random tokens, for its first trial."""
+    from ..train.program import maker_of, shape_of
+    from ..verify.first import Subject, batches_of_shape
+
+    return Subject(maker_of(run), batches_of_shape(shape_of(run)))
 
 
 def _refuse_large(run: Run, trial: RunTrial) -> None:

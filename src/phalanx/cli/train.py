@@ -57,7 +57,7 @@ from .before import refuse_before
 from .first_process import STOPPED
 from .parser import Parser, whole
 from .run_words import adopted, load_run
-from .train_verify import refuse_different
+from .train_verify import refuse_different, refuse_unverified
 from .usage import UsageError, complain, hush, print_json, progress, say
 
 if TYPE_CHECKING:
@@ -292,8 +292,8 @@ def _joined(
         # A refusal on one rank ends the others too, with the same message.
         with agreement(world):
             layout = _layout_that_fits(config, at.size, gpus, notice)
-            if config.verify and not at.rank:
-                refuse_different(config, layout)
+            if not at.rank:
+                _verify(config, layout)
             # the number of ranks that share a host's memory is unknown
             if gpus and not at.rank:
                 _say_memory(config, layout, gpus, force=args.force)
@@ -391,6 +391,14 @@ def _say_memory(
     progress(estimated(config, shape_of(config), layout, gpus, force=force))
 
 
+def _verify(config: Run, layout: Layout) -> None:
+    """Compare the run, or a model of the user's own, with one process."""
+    if config.verify:
+        refuse_different(config, layout)
+    else:
+        refuse_unverified(config, layout)
+
+
 def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     """Train on local ranks started by this process."""
     from ..train.lock import hold_run
@@ -402,8 +410,7 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
         _passed_on(Path(config.out, STOP)),
     ):
         notice = remove_stale_stop(config, _BEGUN)
-        if config.verify:
-            refuse_different(config, layout)
+        _verify(config, layout)
         ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
         progress(
             f"{layout}: {ranks}, {_parameters(config)}".removeprefix(": ")

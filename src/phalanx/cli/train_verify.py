@@ -1,7 +1,9 @@
-"""`phalanx train verify=true`: compares a scaled-down run with one process before its
-ranks start.
+"""Comparisons with one process before the ranks of `phalanx train` start.
 
-The comparison runs in a process of its own, on the first rank's host, once for all
+With `verify=true` it is a scaled-down run. A model of the user's own that has not been
+tried in its layout makes one step.
+
+A comparison runs in a process of its own, on the first rank's host, once for all
 starts of the command. Ranks are forked from a process without other threads, but the
 trial's ranks are threads; its memory is freed when that process ends. It computes on
 the CPU, so that it needs no GPU memory and no network.
@@ -12,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..api.verify import VerifiedRun, verify_run
+from ..api.verify import VerifiedRun, subject_of, verify_run
 from ..layout import Layout
 from ..layout.run import Run
 from .usage import progress
@@ -44,6 +46,33 @@ def refuse_different(run: Run, layout: Layout) -> None:
         f"verify = true: {wrong.layout or 'one rank'} differs from one process:"
         f" {wrong.first_difference.rstrip('.')}. Nothing was trained."
     )
+
+
+def refuse_unverified(run: Run, layout: Layout) -> None:
+    """Raise if a model of the user's own differs from one process in this layout.
+
+    Nothing is compared if an earlier trial has passed.
+    """
+    from ..comm import launch
+    from ..verify.first import is_verified
+
+    if not run.own or not run.verify_own or run.loss:
+        return
+    if is_verified(subject_of(run), layout):
+        return
+    chosen = replace(run, layout=str(layout))
+    (untried,) = launch(_tried, 1, chosen, apart=True)
+    if untried:
+        progress(
+            f"{run.own} is not compared with one process before its first step: {untried}"
+        )
+
+
+def _tried(world: World, run: Run) -> str:
+    """Try the model, in the process that `launch` started."""
+    from ..verify.first import refuse_unverified as refuse_different_step
+
+    return refuse_different_step(subject_of(run), Layout.parse(run.layout))
 
 
 def _verified(world: World, run: Run) -> VerifiedRun:

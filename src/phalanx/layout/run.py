@@ -370,6 +370,11 @@ class Run:
         "before the ranks start, train a scaled-down run and compare it with one"
         " process, as `phalanx verify` does; a run that differs is refused",
     )
+    verify_own: bool = key(
+        True,
+        "before a model of your own makes its first step in a layout, compare a step"
+        " of a cut-down copy with one process, once",
+    )
     lora: LoraChoice = key(
         LoraChoice(), "LoRA: adapters are trained, and nothing else"
     )

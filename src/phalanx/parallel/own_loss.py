@@ -51,6 +51,10 @@ class OwnLoss:
         self.compute, self.measure = compute, measure
         self.tried = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnLoss:
+        # copies share the function and what it holds, such as a teacher
+        return OwnLoss(self.compute, self.measure)
+
     def __call__(
         self, output: Any, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:

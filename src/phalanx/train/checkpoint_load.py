@@ -438,6 +438,7 @@ UNTOLD = {
     "machine": "for estimates",
     "memory": "what recompute:fit recomputes changes no number",
     "verify": "what is compared before the ranks start",
+    "verify_own": "what is compared before the ranks start",
     "checkpoint": "when and where to save",
     "train": "restarts, checkpoints in memory and fallback layouts",
     "network": "how hosts reach each other",

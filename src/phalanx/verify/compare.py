@@ -81,6 +81,7 @@ class _Measure:
     want: Trace
     rate: Callable[[int], float]
     bounds: Bounds | None
+    least: float = FLOOR
 
     def number(
         self, step: int, what: str, got: float, want: float
@@ -160,7 +161,7 @@ class _Measure:
 
     def floor(self, gradients: Iterable[Tensor]) -> float:
         """Return the scale on which zero gradients are compared."""
-        return FLOOR * max(map(self._size, gradients))
+        return self.least * max(map(self._size, gradients))
 
     def _size(self, x: Tensor) -> float:
         """Return the size of a tensor: the largest value in float64, the 2-norm in
@@ -226,15 +227,17 @@ def compare(
     want: Trace,
     rate: Callable[[int], float],
     bounds: Bounds | None = None,
+    floor: float = FLOOR,
 ) -> list[Difference]:
     """Return every quantity with its error, in the order in which training computes
     them.
 
     Without bounds the allowed relative error is 1e-10. Weights are compared at least on
     the scale of the learning rate, since Adam moves a weight by about that much in a
-    step. With bounds, the distances of weights from their start are compared.
+    step. With bounds, the distances of weights from their start are compared. `floor`
+    is the share of the largest gradient on whose scale smaller ones are compared.
     """
-    measure = _Measure(got, want, rate, bounds)
+    measure = _Measure(got, want, rate, bounds, floor)
     differences = list(measure.tensors(0, "start", got.start, want.start))
     for number in range(len(want.steps)):
         differences += _step(measure, number)

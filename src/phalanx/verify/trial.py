@@ -405,10 +405,12 @@ class Observed:
     def validate(
         self, validator: Validator, setting: Setting, world: World
     ) -> None:
-        """Record the mean loss of two batches that no step has used."""
+        """Record the mean loss of the setting's validation batches."""
+        batches: Sequence[Batch] | None = setting.validations
+        if batches is None:
+            batches = validation_of(setting.batches, setting.steps)
         self.seen.validation = validator.mean_loss(
-            _own(batch, self.layout, self.local, world)
-            for batch in validation_of(setting.batches, setting.steps)
+            _own(batch, self.layout, self.local, world) for batch in batches
         )
 
 
@@ -424,12 +426,9 @@ def _own(
 
 def token_numbers(batch: Batch) -> Tensor:
     """Return the number of each token in the batch, or of each row without tokens."""
-    like = (
-        batch["tokens"]
-        if "tokens" in batch
-        else next(iter(batch.values()))[..., 0]
-    )
-    return torch.arange(1, like.numel() + 1).view(like.shape)
+    first = next(iter(batch.values()))
+    size = batch["tokens"].shape if "tokens" in batch else first.shape[:1]
+    return torch.arange(1, size.numel() + 1).view(size)
 
 
 def _parts(

@@ -1,0 +1,128 @@
+"""The record of trials that passed: an empty file for each, named by a hash.
+
+The files are below `$XDG_CACHE_HOME/phalanx/verified`. The hash covers the source of
+the user's modules and what they import, the weights and their rules, the layout, and
+the versions of torch and phalanx.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..layout import Layout
+from ..layout.source import imported_sources
+from ..parallel import Model
+
+_PACKAGE = Path(__file__).parents[1]
+# the packages whose code decides what a trial computes
+_CODE = ("comm", "layout", "models", "parallel", "program", "train", "verify")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def trial_key(
+    model: Model, layout: Layout, code: Iterable[object] = ()
+) -> str:
+    """Return the hash of everything that a trial depends on; "" if it is not known."""
+    classes = {
+        kind
+        for _, piece in model.pieces
+        for module in piece.modules()
+        for kind in type(module).__mro__
+        if not _is_known_code(kind.__module__)
+    }
+    sources = _sources([*classes, *code])
+    if sources is None:
+        return ""
+    weights = [
+        f"{name} {list(x.shape)} {x.requires_grad}"
+        for name, x in model.weights.items()
+    ]
+    key = {
+        "torch": torch.__version__,
+        "phalanx": _own_source(),
+        "layout": str(layout),
+        "weights": weights,
+        "rules": str(model.rules),
+        "counts": dict(model.counts),
+        "modules": [*_modules(model)],
+        "sources": sources,
+    }
+    text = json.dumps(key, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def is_known(key: str) -> bool:
+    return bool(key) and (_folder() / key).is_file()
+
+
+def remember(key: str, layout: str) -> None:
+    """Record that a trial has passed."""
+    if not key:
+        return
+    # an unwritable place only means another trial
+    with suppress(OSError):
+        _folder().mkdir(parents=True, exist_ok=True)
+        (_folder() / key).write_text(f"{layout}\n")
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base, "phalanx", "verified")
+
+
+def _modules(model: Model) -> Iterator[str]:
+    """Yield the path, the class and the plain attributes of every module."""
+    for name, piece in model.pieces:
+        for path, module in piece.named_modules():
+            plain = sorted(
+                f"{key}={value!r}"
+                for key, value in vars(module).items()
+                if isinstance(value, _PLAIN)
+            )
+            kind = type(module).__qualname__
+            yield f"{name}.{path} {kind} {' '.join(plain)}"
+
+
+def _is_known_code(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "builtins", "phalanx")
+
+
+def _sources(code: Iterable[object]) -> dict[str, str] | None:
+    """Return hashes of the files of classes and functions, and of what they import.
+
+    None if the source of one of them is not known, as in an interactive session.
+    """
+    found: dict[str, str] = {}
+    for each in code:
+        try:
+            file = inspect.getsourcefile(each)  # type: ignore[arg-type]
+        except TypeError:
+            file = None
+        if file is None or not Path(file).is_file():
+            return None
+        if file in found:
+            continue
+        imported = imported_sources(file)
+        for path in [Path(file), *imported.values()]:
+            with suppress(OSError):
+                content = path.read_bytes()
+                found[str(path)] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+@cache
+def _own_source() -> str:
+    digest = hashlib.sha256()
+    for package in _CODE:
+        for path in sorted((_PACKAGE / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
