@@ -30,7 +30,7 @@ sys.path.insert(0, str(LM))
 import audited_lm  # noqa: E402
 
 FLOAT64, FLOAT32 = torch.float64, torch.float32
-Program = Callable[[], None]
+Program = Callable[[torch.dtype], None]
 _LAYOUTS = {
     "tp 2": programs.tp,
     "DDP 2": programs.ddp,
@@ -46,13 +46,15 @@ class Cell:
     model: str
     layout: str
     corner: str
+    dtype: torch.dtype
     ranks: int
     reference: Program
     program: Program
 
     @property
     def row(self) -> str:
-        return f"{self.library} | {self.model} | {self.layout} | {self.corner}"
+        corner = f"{self.corner}; {_name(self.dtype)}"
+        return f"{self.library} | {self.model} | {self.layout} | {corner}"
 
 
 def cells() -> list[Cell]:

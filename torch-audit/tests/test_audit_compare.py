@@ -16,6 +16,7 @@ from torch_audit.compare import (
     Verdict,
     compare,
 )
+from torch_audit.own import judged
 from torch_audit.records import (
     CLIPPED,
     GRADIENT,
@@ -52,9 +53,11 @@ def record(
     noise: float = 0.0,
     seed: int = 0,
     rows: tuple[int, ...] = (1, 2, 3),
+    operations: dict[str, int] | None = None,
 ) -> StepRecord:
     """A step of plain SGD: every kind of sketch follows from weights and gradients."""
     result = StepRecord(rank, 0, world, losses=[1.0])
+    result.operations = operations or {}
     result.batches = [BatchRecord(list(rows), 12, 0, True)]
     result.sketches = {
         kind: {} for kind in (WEIGHT, GRADIENT, CLIPPED, UPDATED)
@@ -159,11 +162,49 @@ def test_rounding_of_float32_is_no_difference_and_a_thousandth_in_float64_is() -
         ("float32", 0.05, REFUTED),
         ("bfloat16", 0.01, EQUAL),
         ("float64", 1e-14, EQUAL),
-        ("float64", 1e-7, EQUAL),  # a norm computed in float32
-        ("float64", 1e-5, REFUTED),
+        ("float64", 1e-7, REFUTED),
     ):
         verdict = verdict_on(record(dtype=dtype, noise=noise), dtype=dtype)
         assert verdict.result == result, (dtype, noise, verdict.text)
+
+
+def test_rounding_of_float32_counts_in_float64_where_operations_compute_in_it() -> (
+    None
+):
+    in_part = {"float64": 8, "float32": 2}
+    for ours, theirs, noise, result in (
+        (in_part, in_part, 1e-7, EQUAL),
+        (in_part, in_part, 1e-5, REFUTED),
+        ({"float64": 10}, {"float64": 10}, 1e-7, REFUTED),
+        (in_part, {"float64": 10}, 1e-7, EQUAL),
+    ):
+        run = run_of(record(noise=noise, operations=ours))
+        verdict = compare(run_of(record(operations=theirs)), run)
+        assert verdict.result == result, (ours, theirs, noise)
+        noted = any("2 of 10 operations" in x for x in verdict.notes)
+        assert noted == (ours != theirs)
+
+
+def test_a_difference_that_the_own_dtype_does_not_have_is_one_of_float64() -> (
+    None
+):
+    """A difference smaller than the own dtype's rounding is not excused by it."""
+    one = run_of(record(dtype="float32"))
+    perturbed = [
+        run_of(record(dtype="float32", noise=1e-6, seed=seed))
+        for seed in (10, 20, 30)
+    ]
+    for by, own, only, hidden in (
+        (0.5, 1.0, True, 0),
+        (0.5, 0.5, False, 0),
+        (1 + 1e-8, 1.0, False, 1),
+    ):
+        exact = verdict_on(record(factors={"layers.0.up": by}))
+        assert exact.result == REFUTED
+        run = record(dtype="float32", factors={"layers.0.up": own})
+        repeated = judged(exact, one, run_of(run), perturbed)
+        found = repeated.only_in_float64, len(repeated.hidden)
+        assert found == (only, hidden), (by, own)
 
 
 def test_perturbed_runs_give_tolerances_with_a_floor() -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch_audit.batches import batch_of
 from torch_audit.command import main
 from torch_audit.compare import compare
+from torch_audit.dtypes import CastsPerturbed, operations_of
 from torch_audit.parameters import plain_name
 from torch_audit.recorder import Recorder
 from torch_audit.records import (
@@ -263,6 +264,92 @@ def test_parts_of_a_sequence_add_up_by_their_positions() -> None:
     assert [
         (a - b) % 2**64 for a, b in zip(totals, whole.rows, strict=True)
     ] == [0, 0]
+
+
+class Halves(nn.Module):
+    """A norm in float32 inside a float64 model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(8, 8, dtype=torch.float64)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x).float()).double()
+
+
+def test_operations_in_a_lower_dtype_are_counted(tmp_path: Path) -> None:
+    """Autograd's nodes by hand: product, transpose, square and sum; the norm and two casts."""
+    found = {}
+    for name, module in (("up", Halves().up), ("all", Halves())):
+        x = torch.ones(2, 8, dtype=torch.float64)
+        loss = module(x).square().sum()
+        found[name] = operations_of([loss])
+    assert found["up"] == {"float64": 4}
+    assert found["all"] == {"float64": 5, "float32": 2}
+
+
+def test_perturbed_casts_show_the_rounding_of_float32_inside_float64(
+    tmp_path: Path,
+) -> None:
+    """A change of a float64 weight by one unit is lost in a cast to float32, and with it the rounding."""
+    model = Halves()
+    apart = {}
+    for name, module in (("all", model), ("up", model.up)):
+        x = random_rows()
+        expected = torch.autograd.grad(module(x).square().sum(), x)[0]
+        with CastsPerturbed(1):
+            moved = torch.autograd.grad(module(x).square().sum(), x)[0]
+        apart[name] = ((moved - expected).norm() / expected.norm()).item()
+    assert apart["up"] == 0
+    assert apart["all"] > 1e-8
+
+
+def random_rows() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+    return rows.requires_grad_()
+
+
+# float64 takes another path in it, as grouped matmuls of libraries do.
+OTHER_PATH = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+data = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+factor = 2.0 if sys.argv[1] == "always" else 1.0
+if sys.argv[1] == "float64" and data.dtype == torch.float64:
+    factor = 2.0
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+(factor * model(data.to(torch.get_default_dtype())).square().mean()).backward()
+optimizer.step()
+"""
+
+
+def test_a_difference_in_float64_is_repeated_in_the_own_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OTHER_PATH)
+    for name in ("one", "float64", "always"):
+        program = ["--", sys.executable, str(script), name]
+        out = str(tmp_path / name)
+        words = ["run", "--out", out, "--one", "--float64", *program]
+        assert main(words) == 0
+    one, only, always = (
+        str(tmp_path / name) for name in ("one", "float64", "always")
+    )
+    assert main(["compare", one, only, "--no-repeat"]) == 1
+    assert "-own" not in str(sorted(tmp_path.iterdir()))
+    capsys.readouterr()
+    assert main(["compare", one, only]) == 0
+    assert "Repeated in float32: equal" in capsys.readouterr().out
+    assert main(["compare", one, always]) == 1
+    told = capsys.readouterr().out
+    assert "Repeated in float32:" in told
+    assert told.count("= 2.0000 x reference") == 4
 
 
 PROGRAM = """

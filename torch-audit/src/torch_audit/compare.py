@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from .causes import likely_causes
 from .checks import parameters_apart, told_norms
 from .precision import (
-    FLOAT32_INSIDE,
+    MIXED,
     Limits,
     difference,
+    eps_of,
     limit_of_norm,
     precision_of,
     quantity,
@@ -54,7 +55,6 @@ class Verdict:
     worst: float = 0.0  # the largest relative difference of a gradient that counts as rounding
     worst_name: str = ""
     precision: str = ""
-    inside: bool = False  # a float64 model computes partly in float32
     measured: int = 0  # perturbed runs behind the limits
     equal_before: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -93,8 +93,7 @@ def compare(
             reference.steps[number],
         )
         verdict.parameters = len(pair.theirs)
-        if not verdict.inside:
-            verdict.precision = precision_of(pair.their_step, pair.theirs)
+        verdict.precision = _precision_of(pair)
         comparison = _Comparison(pair, verdict, perturbed, names)
         comparison.conduct()
         if verdict.result != EQUAL:
@@ -102,6 +101,13 @@ def compare(
             verdict.causes = likely_causes(reference, run, verdict.different)
             break
     return verdict
+
+
+def _precision_of(pair: _Pair) -> str:
+    """The precision of a step of both runs: that of the less precise one."""
+    ours = precision_of(pair.our_step, pair.ours)
+    theirs = precision_of(pair.their_step, pair.theirs)
+    return max(theirs, ours, key=eps_of)
 
 
 class _Comparison:
@@ -115,6 +121,7 @@ class _Comparison:
         self.passed: list[str] = []
 
     def conduct(self) -> None:
+        self._operations()
         stages = [self._names, self._samples, self._places, self._weights]
         stages += [
             self._loss,
@@ -134,6 +141,19 @@ class _Comparison:
         self.verdict.quantity, self.verdict.text = quantity, text
 
     # ---- whether there is something to compare
+
+    def _operations(self) -> None:
+        """A note if the run computes in a dtype in which the reference does not."""
+        ours = self.pair.our_step.operations
+        theirs = self.pair.their_step.operations
+        if not theirs:
+            return
+        for dtype in sorted(set(ours) - set(theirs)):
+            total = sum(ours.values())
+            self._note(
+                f"{ours[dtype]} of {total} operations of the run's backward are in {dtype}, and none"
+                " of the reference's"
+            )
 
     def _names(self) -> None:
         ours, theirs = set(self.pair.ours), set(self.pair.theirs)
@@ -331,29 +351,18 @@ class _Comparison:
         ]
 
     def _update(self) -> None:
-        if self.verdict.precision in ("float64", "float32") or self.perturbed:
+        exact = self.verdict.precision in ("float64", MIXED, "float32")
+        if exact or self.perturbed:
             self._quantity(UPDATED)
 
     def _quantity(self, kind: str) -> None:
         different = self._differing(kind)
-        largest = max((each.relative for each in different), default=0.0)
-        if different and self._is_float32_rounding(largest):
-            self._note(
-                f"step {self.pair.number}: the {_SHOWN[kind]} differs by up to {largest:.1e} of its size,"
-                " which is the rounding of float32: a part of the model computes in it"
-            )
-            self.verdict.precision, self.verdict.inside = "float32", True
-            self.passed.append(_SHOWN[kind])
-        elif different:
+        if different:
             self._refute(kind, different)
         elif any(
             x.sketch(kind) is not None for x in self.pair.theirs.values()
         ):
             self.passed.append(_SHOWN[kind])
-
-    def _is_float32_rounding(self, largest: float) -> bool:
-        """True for the size of differences that float32 inside a float64 model explains."""
-        return self.verdict.precision == "float64" and largest < FLOAT32_INSIDE
 
     def _refute(self, kind: str, different: list[Different]) -> None:
         self.verdict.different = different

@@ -1,11 +1,13 @@
 """Starts a program under the recorder, and prints the checks of each step while the program runs."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .checks import Finding, check_step, first_of_each
@@ -14,6 +16,7 @@ from .report import finding_text
 from .runs import Step, load
 from .start import Settings
 
+_PROGRAM = "program.json"
 # Variables by which a launcher tells a process that it is one of many.
 _DISTRIBUTED = (
     "RANK",
@@ -28,12 +31,39 @@ class LaunchError(ValueError):
     """A program that cannot be recorded as asked."""
 
 
+@dataclass(frozen=True)
+class Program:
+    """A recorded program's command, kept beside its record so that it can be recorded again."""
+
+    command: list[str]
+    directory: str  # in which it was started
+    one: bool
+    settings: Settings
+
+    def write(self) -> None:
+        settings = {**asdict(self.settings), "out": str(self.settings.out)}
+        text = json.dumps({**asdict(self), "settings": settings}, indent=1)
+        (self.settings.out / _PROGRAM).write_text(text)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Program | None":
+        """The program behind a record, or None if the record was not made by `audit run`."""
+        path = folder / _PROGRAM
+        if not path.exists():
+            return None
+        kept = json.loads(path.read_text())
+        kept["settings"]["out"] = folder.resolve()
+        kept["settings"] = Settings(**kept["settings"])
+        return cls(**kept)
+
+
 def record(
     settings: Settings,
     command: Sequence[str],
     *,
     one: bool = False,
     say: Callable[[str], None] = print,
+    directory: str | None = None,
 ) -> tuple[int, list[Finding]]:
     """Runs a command with the recorder in all of its processes; its exit code, and what the checks saw.
 
@@ -46,14 +76,13 @@ def record(
         raise LaunchError(
             f"{out} holds a recorded run already. Name a new folder."
         )
-    settings = Settings(
-        out, settings.steps, settings.perturbed, settings.float64
-    )
+    settings = replace(settings, out=out)
+    Program(list(command), directory or os.getcwd(), one, settings).write()
     environment = settings.environment(os.environ)
     if one:
         for name in _DISTRIBUTED:
             environment.pop(name, None)
-    process = subprocess.Popen(list(command), env=environment)
+    process = subprocess.Popen(list(command), env=environment, cwd=directory)
     live = LiveChecks(out, say)
     try:
         while process.poll() is None:

@@ -6,8 +6,12 @@ from .records import UPDATED
 from .runs import Names, Parameter, Run, Step
 from .sketch import norm_of
 
+# A float64 model that computes some operations in float32, such as norms, a softmax or the loss. Sums
+# over tokens in them depend on the layout. Seen: 1.5e-7 in Gemma3, whose norm weights are cast.
+MIXED = "float64, in part float32"
 _EPS = {
     "float64": 2.0**-52,
+    MIXED: 2.0**-23,
     "float32": 2.0**-23,
     "bfloat16": 2.0**-7,
     "float16": 2.0**-10,
@@ -16,6 +20,7 @@ _EPS = {
 # Seen: 7e-15 in float64, 8.3e-6 in float32.
 _RELATIVE = {
     "float64": 1e-9,
+    MIXED: 2e-6,
     "float32": 1e-3,
     "bfloat16": 0.15,
     "float16": 0.03,
@@ -26,16 +31,19 @@ _MARGIN = 8.0
 # what is there is rounding.
 _FLOOR = 64.0
 _LARGEST_FLOOR = 5e-3
-# Models keep norms and softmax in float32 also where all else is float64. Differences of this size in a
-# float64 run are the rounding of float32. Seen: 1.5e-7 in Gemma3.
-FLOAT32_INSIDE = 2e-6
+# Only some operations of a mixed model round to float32: a floor as of float32 would hide whole biases.
+_MIXED_FLOOR = 1.0
 
 
 def precision_of(step: Step, parameters: dict[str, Parameter]) -> str:
-    """The least precise dtype in which a step computes."""
+    """The least precise dtype in which a step computes, by its parameters and its operations."""
     dtypes = {each.dtype for each in parameters.values()} | {step.autocast}
-    known = dtypes & set(_EPS)
-    return max(known, key=lambda dtype: _EPS[dtype], default="float32")
+    stored = dtypes & set(_EPS)
+    known = stored | (set(step.operations) & set(_EPS))
+    least = max(known, key=lambda dtype: _EPS[dtype], default="float32")
+    if least == "float32" and stored == {"float64"}:
+        return MIXED
+    return least
 
 
 def eps_of(dtype: str) -> float:
@@ -83,8 +91,12 @@ class Limits:
             norms[name] = norm_of(sketch) if sketch is not None else 0.0
         largest = max(norms.values(), default=0.0)
         runs = [run.steps[number].parameters(names) for run in perturbed]
-        relative = _RELATIVE[precision] * (1 if number == 0 else 10)
-        floor = min(_FLOOR * eps_of(precision), _LARGEST_FLOOR) * largest
+        # Adam turns the rounding of an element near zero into an update of full size.
+        rough = kind == UPDATED and precision == MIXED
+        usual = _RELATIVE["float32" if rough else precision]
+        relative = usual * (1 if number == 0 else 10)
+        units = _MIXED_FLOOR if precision == MIXED else _FLOOR
+        floor = min(units * eps_of(precision), _LARGEST_FLOOR) * largest
         if runs:
             relative = _measured(kind, reference, norms, runs)
             floor = eps_of(precision) * largest

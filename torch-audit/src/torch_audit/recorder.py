@@ -3,7 +3,7 @@
 It sends no messages and changes no number, unless it is asked to perturb the weights. Where it looks:
 
 - global hooks of modules: the input of the outermost module is the batch;
-- `torch.autograd.backward`: the losses;
+- `torch.autograd.backward`: the losses, and the dtypes of the operations behind them;
 - `clip_grad_norm_` and `clip_grads_with_norm_`: the gradients before the clip, and the norm told;
 - global hooks of optimizers: weights and gradients before an update, weights after it.
 """
@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch.optim.optimizer import (
 
 from . import records
 from .batches import batch_of
+from .dtypes import CastsPerturbed, operations_of
 from .parameters import Named, named_parameters, refusal
 from .perturb import perturb
 from .records import BatchRecord, ClipRecord, ParameterRecord, StepRecord
@@ -54,6 +56,7 @@ class Recorder:
         # Of the step to come: they are seen before its first gradient is.
         self._batches: list[BatchRecord] = []
         self._losses: list[Tensor] = []
+        self._operations: dict[str, int] = {}
         self._begin(0)
 
     def _begin(self, step: int) -> None:
@@ -150,6 +153,9 @@ class Recorder:
         ):
             perturb(parameters, self.perturbed)
             self._record.perturbed = self.perturbed
+            casts = ExitStack()
+            casts.enter_context(CastsPerturbed(self.perturbed))
+            self._undo.append(casts.close)
         kind = parameters[0].device.type
         if torch.is_autocast_enabled(kind):
             self._record.autocast = _dtype_name(torch.get_autocast_dtype(kind))
@@ -167,11 +173,14 @@ class Recorder:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        for tensor in roots:
             if tensor.numel() == 1:
                 loss = local_of(tensor.detach())
                 self._losses.append(loss.double().reshape(()))
-        return original(tensors, *args, **kwargs)
+        if not self._operations:
+            self._operations = operations_of(roots)
+        return original(roots, *args, **kwargs)
 
     # ---- the clip
 
@@ -351,6 +360,7 @@ class Recorder:
         record = self._record
         record.rank, record.world = _rank_and_world()
         record.versions = _versions()
+        record.operations = self._operations
         record.sketches = {
             kind: {index: numbers.tolist() for index, numbers in rows.items()}
             for kind, rows in self._sketches.items()

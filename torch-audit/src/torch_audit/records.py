@@ -81,6 +81,8 @@ class StepRecord:
     clips: list[ClipRecord] = field(default_factory=list)
     meshes: dict[str, int] = field(default_factory=dict)  # sizes by dimension
     autocast: str = ""
+    # Of a backward pass, counted by floating dtype.
+    operations: dict[str, int] = field(default_factory=dict)
     perturbed: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     refused: str = ""  # the reason why this program cannot be recorded

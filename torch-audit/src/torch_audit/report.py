@@ -7,6 +7,8 @@ from typing import Any
 
 from .checks import Finding
 from .compare import EQUAL, NOT_COMPARABLE, Different, Verdict
+from .own import Repeated
+from .precision import MIXED
 
 _SHOWN = 12  # groups of parameters that a report lists
 
@@ -22,13 +24,15 @@ def finding_text(finding: Finding) -> str:
     return text
 
 
-def verdict_text(verdict: Verdict, run: str, reference: str) -> str:
+def verdict_text(
+    verdict: Verdict, run: str, reference: str, *, repeated: bool = False
+) -> str:
     """A verdict as some lines: the result, what differs, by how much, and why it may."""
     lines = []
     if verdict.result == EQUAL:
         lines.append(
             f"{run} equals {reference}: {verdict.parameters} parameters, {verdict.steps} steps,"
-            f" {'float64, in part float32' if verdict.inside else verdict.precision}"
+            f" {verdict.precision}"
         )
         if verdict.worst:
             lines.append(
@@ -47,23 +51,39 @@ def verdict_text(verdict: Verdict, run: str, reference: str) -> str:
                 f"  equal before it: {', '.join(verdict.equal_before)}"
             )
         lines += [f"  likely: {cause}" for cause in verdict.causes]
-        in_float64 = verdict.precision == "float64" or verdict.inside
-        if in_float64 and verdict.result != NOT_COMPARABLE:
+        in_float64 = verdict.precision in ("float64", MIXED)
+        told = in_float64 and verdict.result != NOT_COMPARABLE
+        if told and not repeated:
             lines.append(
                 "  These runs compute in float64. Repeat them in the dtype that you train in before you"
                 " report this: libraries take other code paths in float64."
             )
     lines += [f"  note: {note}" for note in verdict.notes]
-    if (
-        not verdict.measured
-        and verdict.precision != "float64"
-        and not verdict.inside
-    ):
+    if not verdict.measured and verdict.precision not in ("float64", MIXED):
         lines.append(
             f"  Limits are those usual for {verdict.precision}. Record perturbed runs of the reference"
             " (--perturb 3) to measure them."
         )
     return "\n".join(lines)
+
+
+def repeated_text(repeated: Repeated, run: str, reference: str) -> str:
+    """The verdict in the run's own dtype, below one in float64."""
+    verdict = repeated.verdict
+    dtype = verdict.precision
+    if verdict.result != EQUAL:
+        text = verdict_text(verdict, run, reference)
+        lines = [f"  {line}" for line in text.splitlines()]
+        return "\n".join([f"  Repeated in {dtype}:", *lines])
+    if repeated.hidden:
+        return (
+            f"  Repeated in {dtype}: equal, but rounding there is larger than this difference, so"
+            " it stays a difference."
+        )
+    return (
+        f"  Repeated in {dtype}: equal. Only float64 shows the difference, so a library takes"
+        " another code path in it: this is no fault of your runs."
+    )
 
 
 def _result(verdict: Verdict) -> str:

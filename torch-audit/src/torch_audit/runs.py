@@ -1,5 +1,6 @@
 """A recorded run: the files of all ranks, and each parameter put together from its shards."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -182,6 +183,14 @@ class Step:
     @property
     def perturbed(self) -> int:
         return max(record.perturbed for record in self.ranks.values())
+
+    @property
+    def operations(self) -> dict[str, int]:
+        """Operations of a backward pass on all ranks, by floating dtype."""
+        counts: Counter[str] = Counter()
+        for record in self.ranks.values():
+            counts.update(record.operations)
+        return dict(counts)
 
     @property
     def autocast(self) -> str:

@@ -1,0 +1,62 @@
+"""A difference seen in float64, looked for again in the dtype in which the program trains.
+
+Libraries take other code paths in float64, so a difference there need not exist in the user's runs. Both
+programs are recorded once more without `--float64`, with perturbed runs of the reference for the
+tolerances.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from .compare import Verdict
+from .launch import LaunchError, Program, record
+from .own import Repeated, judged
+from .records import SUFFIX
+from .runs import Run, load
+
+_PERTURBED = 3
+
+
+def can_repeat(folders: list[Path]) -> bool:
+    """True if all folders were recorded with `--float64` by a command that is known."""
+    programs = [Program.read(folder) for folder in folders]
+    return all(x is not None and x.settings.float64 for x in programs)
+
+
+def repeat(
+    reference: Path,
+    folder: Path,
+    exact: Verdict,
+    say: Callable[[str], None],
+) -> Repeated:
+    """Records both programs in their own dtype, into folders beside theirs, and compares these."""
+    one = _recorded(reference, 0, say)
+    seeds = range(1, _PERTURBED + 1)
+    perturbed = [_recorded(reference, seed, say) for seed in seeds]
+    run = _recorded(folder, 0, say)
+    return judged(exact, one, run, perturbed)
+
+
+def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
+    """The record in the own dtype beside a folder; made unless it is there already."""
+    program = Program.read(folder)
+    assert program is not None
+    name = f"{folder.resolve().name}-own" + (f"-{seed}" if seed else "")
+    out = folder.resolve().with_name(name)
+    if not list(out.glob(f"*{SUFFIX}")):
+        say(f"audit: recording {folder} in its own dtype, into {out}")
+        settings = replace(
+            program.settings, out=out, float64=False, perturbed=seed
+        )
+        directory = program.directory
+        ended, _ = record(
+            settings,
+            program.command,
+            one=program.one,
+            say=lambda _: None,
+            directory=directory,
+        )
+        if ended:
+            raise LaunchError(f"the program of {folder} ended with {ended}")
+    return load(out)
