@@ -32,6 +32,7 @@ def build(
     """Build the program of a layout: one training step of a model with these pieces."""
     stages, experts = pieces.stages, pieces.experts
     refuse_vast(len(pieces) * layout.microbatches)
+    # 1. The order of computing: whole virtual stages, then their pieces.
     order = _order(layout, stages, options)
     program = Program(order.rows, layout.mesh)
     program = passes.expand(program, stages, pieces.tied, pieces.frozen)
@@ -40,8 +41,10 @@ def build(
         traits(layout.schedule).forward_first,
         layout.reduce == "micro",
     )
+    # A second sum over the replicas follows the one over the shards (HSDP).
     replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
 
+    # 2. Everything else is placed around the computations, pass by pass.
     def rest(program: Program) -> Program:
         """Add everything that follows from the order of computing."""
         if experts and (layout.overlap or first):
@@ -68,6 +71,7 @@ def build(
             program, pieces.matrices if options.whole_matrices else ()
         )
 
+    # 3. The recomputations first: the other passes look at the rank's whole computing.
     if layout.recompute != "fit":
         # A compiled backward recomputes by itself what its graph did not keep.
         inside = layout.compile and layout.recompute == "selective"
@@ -77,6 +81,7 @@ def build(
         raise ProgramError(
             "recompute:fit needs the bytes that pieces keep and a memory limit."
         )
+    # Tries how many pieces to recompute, with all that `rest` adds to memory.
     limits = [options.limit] * len(program.rows)
     return rest(passes.recompute_to_fit(program, options.sizes, limits, rest))
 
@@ -89,6 +94,7 @@ def _order(
         return schedule(
             layout.schedule, layout.pp, layout.microbatches, layout.chunks
         )
+    # Without costs, the three parts of a microbatch take the same time.
     costs = options.costs or Costs(
         {FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1}
     )
@@ -121,12 +127,14 @@ def _fed(
         {*layout.offload},
     )
     if layout.zero or "weights" in away:
+        # ZeRO-1 and 2 gather once a step, and the weights stay.
         drop, load = (
             layout.zero == 3 or "weights" in away,
             layout.weights_on_host,
         )
         each = drop and layout.gather == "micro"
         whole = at_once and layout.prefetch and not (each or load)
+        # `whole`: so far ahead that all gathers stand at the start of the step.
         ahead = program.pieces if whole else layout.prefetch
         program = passes.gather(
             program, each_use=each, drop=drop, prefetch=ahead, load=load
@@ -154,6 +162,7 @@ def _stage_costs(costs: Costs, stages: Sequence[range]) -> Costs:
     """Costs of whole virtual stages if pieces differ, because a search orders stages."""
     if not costs.pieces and not costs.share:
         return costs
+    # Ranks' factors apply to a whole stage later, so they are left out of the sums.
     flat = replace(costs, ranks={})
     whole = {
         (kind, s): sum(flat.of(Op(kind, p), 0) for p in pieces)

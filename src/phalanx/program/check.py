@@ -40,6 +40,7 @@ def check(program: Program, sizes: Sizes | None = None) -> Proof:
     left = short.program if short else program
     counts = peaks(left, Sizes.counts(program.pieces), walked)
     sized = peaks(left, sizes) if sizes else None
+    # Counts of the shortened program are those of the whole; only places in it differ.
     if short:
         counts = short.of_whole(counts, program)
         sized = short.of_whole(sized, program) if sized else None
@@ -51,7 +52,9 @@ def held(program: Program) -> tuple[float, ...]:
     most = []
     for row in program.rows:
         computed = {op.piece for op in row if op.kind == ops.FORWARD}
+        # A rank with V chunks holds 1 / V of a microbatch for each of them.
         share = 1 / max(1, len(computed))
+        # +1 at a forward and -1 at the operation that ends its activations.
         steps = (
             (op.kind == ops.FORWARD) - (op.kind in ops.CONTRIBUTES)
             for op in row
@@ -70,6 +73,7 @@ def _proved(
     program: Program,
 ) -> tuple[tuple[str, ...], Short | None, Sequence[State]]:
     """Return a program's faults, its shortened form if valid, and final states."""
+    # A repeating program is proved in a short form, if that form stands for the whole.
     if short := shortened(program):
         problems, walked, made = _faults(short.program)
         if not problems and made and short.proves(made):
@@ -81,18 +85,22 @@ def _proved(
 def _faults(
     program: Program,
 ) -> tuple[tuple[str, ...], Sequence[State], Graph | None]:
+    # 1. The form: which rank lists what. Without it nothing else can be asked.
     if problems := [*_one_line(program), *_names(program), *_homes(program)]:
         return tuple(problems), (), None
+    # 2. Each rank's own list, from its first operation to its last.
     states = [State(program, number) for number in range(len(program.rows))]
     weights = [
         list(_weights(program, number, now))
         for number, now in enumerate(states)
     ]
+    # 3. What crosses ranks: needs, messages, collectives.
     made = graph(program, states)
     problems = [*_needs(made), *_groups(made), *_collectives(made)]
     for number in range(len(program.rows)):
         problems += [*_left_over(program, number), *weights[number]]
     problems += _ties(program)
+    # 4. Only a program without other faults is walked, to see that it ends.
     return (
         tuple(dict.fromkeys(problems)) or tuple(_deadlock(made)),
         states,
@@ -108,12 +116,14 @@ def _rank(program: Program, row: int) -> str:
 
 def _one_line(program: Program) -> Iterator[str]:
     """Yield ranks of one row that compute, send or call with different rows."""
+    # Ranks that share a stage along cp, tp and ep call the same collectives.
     inner = [a.name for a in program.mesh.axes if a.name in ("cp", "tp", "ep")]
     for group in program.mesh.groups(inner) if inner else ():
         rows = {program.owner[rank] for rank in group}
         if len(rows) > 1:
             what = f"compute the same pieces together ({', '.join(inner)})"
             yield f"ranks {', '.join(map(str, group))} {what} but follow {len(rows)} different lists."
+    # Each rank of a row must find the same other rows in its pipeline.
     lines: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank, row in enumerate(program.owner):
         line = tuple(
@@ -138,6 +148,7 @@ def _names(program: Program) -> Iterator[str]:
             if op.kind in ops.ON_STEP:
                 continue
             host, users = homes.get(op.piece), program.users(op.piece)
+            # A tied unit may be gathered and summed on every stage that uses it.
             tied = op.kind in ops.ON_UNIT and any(
                 homes.get(p) == number for p in users
             )
@@ -158,6 +169,7 @@ def _astray(program: Program, number: int, op: Op) -> Iterator[str]:
         yield f"is between pieces {op.piece} and {op.peer}, which are not neighbours."
     elif program.homes[number].get(op.peer) in (None, number):
         yield f"goes to piece {op.peer}, which is not on another rank."
+    # Sends go up with activations and down with gradients; receives the reverse.
     elif (upwards != (op.of == ops.FORWARD)) == (op.kind == ops.SEND):
         yield "runs the wrong way: activations go up, gradients down."
 
@@ -186,12 +198,14 @@ def _needs(made: Graph) -> Iterator[str]:
         yield f"{_rank(made.program, row)}: {op} needs {what}, which is missing."
     for i, (row, op) in enumerate(made.ops):
         for j in made.before[i]:
+            # An operation of the own list that comes later cannot be waited for.
             if j > i and made.ops[j][0] == row:
                 yield f"{_rank(made.program, row)}: {op} stands before {made.ops[j][1]}, which it needs."
 
 
 def _groups(made: Graph) -> Iterator[str]:
     """Yield messages that the two ends of a flow do not list alike, in the same order."""
+    # The two ends of each lane, that is, of each directed flow between two rows.
     ends: dict[str, tuple[list[tuple[int, Op]], list[tuple[int, Op]]]] = {}
     for i, (row, op) in enumerate(made.ops):
         if op.of:
@@ -208,6 +222,7 @@ def _groups(made: Graph) -> Iterator[str]:
         for (row, op), message in zip(received, here, strict=True):
             if message in never:
                 yield f"{_rank(made.program, row)}: {op} waits for a message that is never sent."
+        # All are there, but in another order: name the first pair that differs.
         if there != here and not lost and not never:
             k = next(
                 k
@@ -232,6 +247,7 @@ def _collectives(made: Graph) -> Iterator[str]:
     kinds = [kind for kind in ops.COLLECTIVES if kind != ops.TIE]
     calls = [{op for op in row if op.kind in kinds} for row in program.rows]
     for row, mine in enumerate(calls):
+        # Only rows that share a group are compared, so stages may differ.
         for op in sorted(mine):
             for other in program.members(row, group_axes(op, program)):
                 if op not in calls[other]:
@@ -244,6 +260,7 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
     who, row = _rank(program, number), program.rows[number]
     have, homes = set(row), program.homes[number]
     named, again = {op[:3] for op in row if not op.of}, recomputed(row)
+    # Only a program with backwards must use what its forwards keep.
     trains = any(op.kind in ops.PROPAGATES for r in program.rows for op in r)
     for op in row:
         kind, piece, m, of, _ = op
@@ -300,6 +317,7 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
         kind, unit = op.kind, op.piece
         if kind == ops.COUNT:
             yield from _step_ends(who, now)
+        # Neither dropped nor updated since: it brings nothing new.
         elif (
             kind == ops.GATHER
             and unit in now.gathered
@@ -322,6 +340,7 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
         drop = Op(ops.DROP, unit)
         yield f"{who}: unit {unit} is still gathered at the end; {drop} is missing after its last use."
     yield from _step_ends(who, now)
+    # A program without sums and updates is no training step.
     if any(
         op.kind in (ops.REDUCE, ops.UPDATE)
         for row in program.rows
@@ -375,6 +394,7 @@ def _ties(program: Program) -> Iterator[str]:
         ):
             rows = {homes[p] for p in program.users(unit) if p in homes}
             times = sum(op.kind == ops.TIE and op.piece == unit for op in row)
+            # As often as steps, on the stages that use the unit, and nowhere else.
             wanted = steps if len(rows) > 1 and number in rows else 0
             if times != wanted:
                 used = f"pieces {' and '.join(map(str, program.users(unit)))} use unit {unit}"
@@ -393,6 +413,7 @@ def _deadlock(made: Graph) -> Iterator[str]:
             stuck.setdefault(row, []).append(i)
     waits = []
     for row, left in sorted(stuck.items()):
+        # The computation that waits says more than a transfer that waits with it.
         at = next((i for i in left if made.lanes[i] == COMPUTE), left[0])
         needs = (j for j in made.before[at] if made.event[j] not in done)
         what = next((f" for {made.ops[j][1]}" for j in needs), "")

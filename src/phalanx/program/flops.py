@@ -58,6 +58,7 @@ def forward_flops(
     shape: Shape, batch: int, sequence: int
 ) -> tuple[OpFlops, ...]:
     """The operations of the forward of `batch` sequences (rows, for the MLP)."""
+    # An MLP's row is one example, a decoder's a sequence of tokens.
     rows = batch * (sequence if shape.kind == "decoder" else 1)
     found = []
     for row in shape.rows:
@@ -67,6 +68,7 @@ def forward_flops(
             found.append(
                 OpFlops(row.piece, product.name, flops, flops, trained)
             )
+        # q k' and the product with v, for each pair of tokens
         if shape.kind == "decoder" and 0 < row.piece <= shape.layers:
             per_pair = 2.0 * shape.pair_work * batch
             pairs = _pairs(shape, row.piece, sequence)
@@ -79,6 +81,7 @@ def forward_flops(
 
 def _pairs(shape: Shape, piece: int, sequence: int) -> float:
     """Token pairs that attend: each with itself and those before, or a window."""
+    # The first `seen` tokens see 1, 2, ..., seen tokens; every later one sees `seen`.
     seen = min(shape.window(piece) or sequence, sequence)
     return seen * (seen + 1) / 2 + (sequence - seen) * seen
 
@@ -96,6 +99,7 @@ def step_flops(
             model + op.causal * (1 + backward),
             full + op.full * (1 + backward),
         )
+        # HFU: what flash attention and recomputation compute a second time.
         backward = FLASH_BACKWARD if op.attends else backward
         hardware += op.causal * (1 + backward + again.get(op.piece, 0.0))
     return StepFlops(model, hardware, full)

@@ -84,6 +84,7 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
                     made.lacks.append((i, need))
                     continue
                 j = base + at[need]
+                # A need listed later stays an edge, so that `check` can name it.
                 if j >= i:
                     first.append(j)
                 # on the compute lane, the last computation implies it
@@ -121,6 +122,7 @@ def _pair(made: Graph) -> None:
             end = (made.lanes[i], op.kind)
             number = joint.setdefault((made.lanes[i], seen[end]), number)
             seen[end] += 1
+        # Collectives match by kind, unit and count among the rows of the group.
         elif op.kind in collectives:
             number = joint.setdefault(
                 (op[:3], _group(made.program, row, op)), number
@@ -134,6 +136,7 @@ def _pair(made: Graph) -> None:
 
 def possible(made: Graph) -> list[int]:
     """The events in a possible order, without those that can never start."""
+    # Kahn's algorithm: an event is ready when all that it waits for are done.
     waits, of = [0] * len(made.events), made.event
     after: list[list[int]] = [[] for _ in made.events]
     for event, before in zip(of, made.before, strict=True):
@@ -151,6 +154,7 @@ def possible(made: Graph) -> list[int]:
 
 def _group(program: Program, row: int, op: Op) -> tuple[int, ...]:
     """The rows that take part in a collective of this row."""
+    # A tied sum runs among the stages that use the unit, whatever the mesh axes.
     if op.kind == ops.TIE:
         homes = program.homes[row]
         users = program.users(op.piece)

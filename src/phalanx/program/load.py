@@ -133,6 +133,7 @@ def joined(parts: Sequence[PieceCost]) -> PieceCost:
     The temporary bytes are the smallest of the parts': callers that need a bound have
     one for each part.
     """
+    # Amounts add up; the output of a block is that of its last part.
     sums = {
         n: reduce(add, (getattr(part, n) for part in parts))
         for n in _names(PieceCost)
@@ -178,6 +179,7 @@ def at_rows(one: PieceCost, two: PieceCost) -> Callable[[float], PieceCost]:
 def _line(a: Any, b: Any, rows: float) -> Any:
     if a == b:  # words, and amounts that do not depend on the rows
         return a
+    # A line through (1, a) and (2, b), number by number.
     if isinstance(a, float | int):
         return a + (b - a) * (rows - 1)
     if isinstance(a, tuple):

@@ -144,6 +144,7 @@ Bytes = list[tuple[str, float]]  # by kind
 
 
 def _sized(sizes: Sizes, bundles: Sequence[Changes]) -> list[Bytes]:
+    # Few different bundles of changes occur in a list, so each is sized once.
     table = _table(sizes)
     rows = ([(*table[c.what], c) for c in changes] for changes in bundles)
     return [
@@ -164,6 +165,7 @@ def changes(
     walked = follow(program, sizes, row)
     takes = _sized(sizes, walked.bundles)
     gives = [[(kind, -amount) for kind, amount in each] for each in takes]
+    # `flow` alternates: the bundle at an operation's start, then the one at its end.
     for op, start, end in zip(
         walked.ops, walked.flow[::2], walked.flow[1::2], strict=True
     ):
@@ -172,6 +174,7 @@ def changes(
 
 def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
     forwards = (op for op in program.rows[row] if op.kind == ops.FORWARD)
+    # A tied unit lives on each stage that uses it.
     units = {
         u
         for piece in {op.piece for op in forwards}
@@ -222,7 +225,9 @@ def _highest(
         sum(amount for _, amount in each)
         for each in _sized(sizes, walked.bundles)
     ]
+    # Memory after each start and end of an operation, in the order of the list.
     held = _running(sum(always.values()), net, flow)
+    # Starts have odd indices: memory is highest after something is taken.
     at = max(range(1, len(held), 2), key=held.__getitem__, default=0)
     if held[at] <= held[0]:
         return held[0], -1, dict(always)
@@ -243,6 +248,7 @@ def _peak(program: Program, sizes: Sizes, row: int, walked: State) -> Peak:
     total, at, then = _highest(always, sizes, walked)
     kinds = dict(always)
     amounts = _sized(sizes, walked.bundles)
+    # Kinds peak at different times, so each is followed on its own.
     for kind in {kind: None for each in amounts for kind, _ in each}:
         own = [[a for k, a in each if k == kind] for each in amounts]
         net = [sum(each) for each in own]

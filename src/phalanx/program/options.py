@@ -30,8 +30,10 @@ class StepOptions:
     agree: bool = True
     overlaps: bool = True
     gathers_at_once: bool = True
+    # For a searched schedule alone.
     costs: Costs | None = None
     held: tuple[float, ...] | None = None
+    # For recompute:fit alone.
     sizes: Sizes | None = None
     limit: float = float("inf")
 

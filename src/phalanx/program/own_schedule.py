@@ -25,6 +25,7 @@ def own_schedule(
     its first fault.
     """
     rows = _rows(name, returned, stages)
+    # First the list itself, as the messages of a wrong one would only confuse.
     wrong = next(_faults(rows, stages * chunks, microbatches), "")
     if not wrong:
         program = Program.pipeline(rows)
@@ -47,6 +48,7 @@ def _rows(name: str, rows: Any, stages: int) -> list[list[Op]]:
         raise ProgramError(f"{what}. Return a list of Op for each stage.")
     for stage, row in enumerate(rows):
         for x in row if isinstance(row, list | tuple) else [row]:
+            # Numbers of type int alone: True, or a tensor, would fail much later.
             numbers = (
                 (x.piece, x.index, x.peer)
                 if isinstance(x, Op) and x.kind in KINDS
@@ -116,6 +118,7 @@ def _incomplete(
     place = {op: i for i, op in enumerate(row)}
     for piece in sorted({op.piece for op in row}):
         for m in range(microbatches):
+            # A forward, then a whole backward or its two halves in order.
             forward, whole, first, second = (
                 Op(kind, piece, m) for kind in _KINDS
             )

@@ -23,6 +23,7 @@ def _woven(
     after: Mapping[int, list[Op]],
 ) -> list[Op]:
     """Insert operations before and after given positions (-1: the start of the row)."""
+    # A stable merge: several operations at one position keep their order.
     out, done = list(before.get(-1, ())), 0
     for i in sorted({*before, *after} - {-1}):
         out += row[done:i]
@@ -41,6 +42,7 @@ def expand(
 
     def pieces(op: Op) -> range:
         stage = stages[op.piece]
+        # Forward runs a stage's pieces upwards, backward downwards.
         return stage[::-1] if op.kind in ops.BACKWARDS else stage
 
     expanded = program.with_rows(
@@ -74,7 +76,9 @@ def recompute(
         )
     segments, inside = [], {*experts, *(piece + 1 for piece in experts)}
     for stage in stages:
+        # Segments begin at every `length`-th piece that may begin one.
         begins = [piece for piece in stage if piece not in inside]
+        # sqrt(n) segments of sqrt(n) pieces keep the least (Chen et al. 2016).
         root = max(1, round(math.sqrt(len(begins))))
         length = {"all": 1, "sqrt": root}.get(mode)
         length = length or int(mode.removeprefix("every="))
@@ -91,6 +95,7 @@ def _with_segments(
     """Insert recomputation before the backward of each row's recomputed segments."""
     rows = []
     for row, chosen in zip(program.rows, segments, strict=True):
+        # Backward reaches a segment at its last piece.
         top = {segment[-1]: segment for segment in chosen}
         before: dict[int, list[Op]] = {}
         last: Op | None = None
@@ -118,6 +123,7 @@ def recompute_to_fit(
 
     `rest` applies the remaining passes, whose gathered weights and gradients count too.
     """
+    # What recomputing a piece saves: all it keeps but its input.
     gain = [
         kept - input
         for kept, input in zip(sizes.kept, sizes.input, strict=True)
@@ -127,6 +133,7 @@ def recompute_to_fit(
         own = (p for p, home in homes.items() if home == row and gain[p] > 0)
         left.append(sorted(own, key=lambda p: (-gain[p], p)))
     chosen: list[list[range]] = [[] for _ in left]
+    # One more piece on each rank over its limit, until all fit.
     while True:
         tried = _with_segments(program, chosen)
         all_peaks = enumerate(peaks(rest(tried), sizes))
@@ -162,6 +169,7 @@ def offload_activations(program: Program) -> Program:
                 at, op.piece, op.index
             ):
                 continue  # inside a recomputed segment nothing is kept
+            # The use is the first recomputation or backward that needs them.
             uses = (
                 op._replace(kind=kind)
                 for kind in (*ops.RECOMPUTES, *ops.PROPAGATES)
@@ -170,6 +178,7 @@ def offload_activations(program: Program) -> Program:
             if use - turn[i] < 3:
                 continue  # the use is too near for a round trip
             after[i] = [op._replace(kind=ops.OFFLOAD)]
+            # Back one computation before the use, so that the copy runs beside it.
             before[computes[use - 1]].append(op._replace(kind=ops.RELOAD))
         rows.append(_woven(row, before, after))
     return program.with_rows(rows)
@@ -192,6 +201,7 @@ def overlap(
     stage_of = {
         piece: number for number, stage in enumerate(stages) for piece in stage
     }
+    # Pieces that take tokens of other ranks: the experts, and those behind them.
     into = {*experts, *(piece + 1 for piece in experts)}
     wanted = (
         (ops.FORWARD, ops.BACKWARD)
@@ -202,6 +212,7 @@ def overlap(
     ways |= {kind: kind for kind in (ops.FORWARD, ops.WEIGHT_GRADIENT)}
     rows = []
     for row in program.rows:
+        # Runs of one microbatch on one stage in one direction.
         alike = groupby(
             row, lambda op: (ways[op.kind], stage_of[op.piece], op.index)
         )
@@ -218,6 +229,7 @@ def overlap(
             apart = stage != other[1] or not forward_first
             if (way, other[0]) == wanted and m != other[2] and apart:
                 beside = runs.pop(later)[3]
+                # Alternate the parts of the two runs, whose tokens travel in turn.
                 both = _travels(run, into), _travels(beside, into)
                 pairs: Iterable[tuple[list[Op], ...]] = zip_longest(
                     *both, fillvalue=[]
@@ -254,6 +266,7 @@ def exchange(program: Program, experts: Collection[int]) -> Program:
         for op in row:
             out.append(op)
             if op.kind == ops.FORWARD and op.piece + 1 in into:
+                # Into the experts go counts and tokens, out of them tokens alone.
                 kinds = [ops.COUNT_ROUTES] * (op.piece + 1 in experts) + [
                     ops.EXCHANGE
                 ]
@@ -298,6 +311,7 @@ def messages(program: Program) -> Program:
         homes = program.homes[number]
         for i, op in enumerate(row):
             if op.kind in travels:
+                # Values leave where the next piece is on another row of the pipeline.
                 forward = op.kind == ops.FORWARD
                 to = op.piece + (1 if forward else -1)
                 if (target := homes.get(to, number)) != number:
@@ -324,12 +338,14 @@ def _receives(
     }
     at = {op[:3]: i for i, op in enumerate(row) if op.piece in entries}
     for (_, forward), sent in flows.items():
+        # From the last send to the first: no receive is later than the one behind it.
         latest, kinds = len(row), [ops.FORWARD] if forward else ops.PROPAGATES
         for op in reversed(sent):
             to, m = op.piece + (1 if forward else -1), op.index
             kind = next((kind for kind in kinds if (kind, to, m) in at), None)
             if kind is None:
                 continue  # `check` reports a value that is sent and never used
+            # A gradient is received before the recomputation in front of its backward.
             again = () if forward else ops.RECOMPUTES
             first = min(
                 at[k, to, m] for k in (kind, *again) if (k, to, m) in at
@@ -356,6 +372,7 @@ def gather(
     from the host as far ahead, and they are gathered one unit later. Frozen weights
     that are never dropped stay whole at home, as they never become stale.
     """
+    # Loads lead by one unit more than the gathers that follow them.
     gathers = (max(0, prefetch - load), ops.GATHER)
     leads = [(prefetch, ops.LOAD)] * load + [gathers]
     rows = []
@@ -370,6 +387,7 @@ def gather(
             # No earlier than its own drop, or the pool would hold two copies of one
             # unit.
             for lead, kind in leads:
+                # The start of the use `lead` uses ago, or of the row.
                 earliest = uses[n - lead][1] if n >= lead else -1
                 at = max(earliest, dropped[unit] + 1)
                 before[min(at, first)].append(Op(kind, unit, times[unit]))
@@ -413,6 +431,7 @@ def _uses(
             continue
         units = program.units(op.piece)
         for unit in units:
+            # A new stretch begins where the operation before did not use the unit.
             if each and unit not in last:
                 stretch[unit] += 1
             key = (unit, stretch[unit])
@@ -441,11 +460,13 @@ def reduce(
     """
     rows = []
     for row in program.rows:
+        # The last contribution of the step, or of each microbatch.
         last: dict[tuple[int, int], int] = {}
         for i, op in enumerate(row):
             if op.kind in ops.CONTRIBUTES:
                 for unit in program.trained(op.piece):
                     last[unit, op.index if each_microbatch else 0] = i
+        # Behind the sends that follow directly, as another rank waits for those.
         for key, i in last.items():
             ends = (
                 n
@@ -465,6 +486,7 @@ def reduce(
             sums.append((i, op))
             times[unit] += 1
         after: dict[int, list[Op]] = defaultdict(list)
+        # The sum over replicas stands where the next unit's first sum does.
         for (i, op), (later, _) in pairwise([*sums, *sums[-1:]]):
             after[i].append(op)
             after[later] += [op._replace(kind=ops.REDUCE_REPLICAS)] * replicas
@@ -488,6 +510,7 @@ def tie(program: Program) -> Program:
                 sums = [
                     n for n, op in enumerate(row) if op.kind in ops.REDUCTIONS
                 ]
+                # After the last reduction of the unit, as it adds finished sums.
                 last = max(n for n in sums if row[n].piece == unit)
                 after[last] = [Op(ops.TIE, unit)]
         rows.append(_woven(row, {}, after))
@@ -533,6 +556,8 @@ def matrices(program: Program, units: Collection[int]) -> Program:
         before: dict[int, list[Op]] = defaultdict(list)
         after = {}
         for n, i in enumerate(updates):
+            # While one unit is updated, the next one's matrices travel to their owners.
+            # None leaves before the agreement.
             early = updates[n - 1] if n and updates[n - 1] > agreed else i
             before[early].append(row[i]._replace(kind=ops.TO_OWNERS))
             after[i] = [row[i]._replace(kind=ops.FROM_OWNERS)]
@@ -570,12 +595,14 @@ def finish(program: Program, *, agree: bool) -> Program:
                 [Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()]
             )
             continue
+        # Without an agreement, follow the state to see which sums were waited for.
         out, state = [Op(ops.COUNT), *row[:begin]], State(few, number)
         left = len(row) - begin
         for n, op in enumerate(state.ops, left - len(state.ops)):
             waiting = list(state.under_way)
             state.apply(op, state.needs(op))
             out += [op] * (n >= 0)
+            # Some operation has waited for the sum, so the update costs no wait.
             out += [
                 updates.pop(o)
                 for o in waiting

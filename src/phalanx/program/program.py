@@ -92,6 +92,7 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, word: str) -> Op:
+        # A letter belongs to one way of writing: 2F0, 2G#1 or N.
         for on, pattern in _WRITTEN.items():
             match = pattern.fullmatch(word)
             if (
@@ -154,6 +155,7 @@ class Program:
 
     def members(self, row: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The rows of ranks that differ from a row's first only along these axes."""
+        # Axes of one rank change nothing, so they are left out of the key.
         wanted = tuple(axis for axis in axes if self.mesh.of(axis) > 1)
         if (row, wanted) not in self._members:
             group = self.mesh.group(self.owner.index(row), wanted)
@@ -178,6 +180,7 @@ class Program:
             for row in self.rows
         ]
         lines = [self.line(row) for row in range(len(self.rows))]
+        # Rows of one pipeline share a table.
         homes = {
             line: {p: r for r in line for p in holds[r]} for line in lines
         }
@@ -227,6 +230,7 @@ class Program:
 
     @cached_property
     def _units(self) -> dict[int, tuple[int, ...]]:
+        # Own weights first; most pieces have nothing else and are not in the table.
         users = dict.fromkeys(user for user, _ in self.tied)
         return {
             p: (p, *(unit for user, unit in self.tied if user == p))
@@ -246,6 +250,7 @@ class Program:
         for number, row in enumerate(self.rows):
             lines.append(f"ranks {','.join(map(str, self.ranks(number)))}:")
             words = " ".join(map(str, row))
+            # Lines of up to 97 characters, broken between operations.
             lines += [
                 "  " + part for part in re.findall(r"\S.{0,96}(?!\S)", words)
             ]
@@ -265,6 +270,7 @@ class Program:
                     f"{source}, line {number}: {error}"
                 ) from None
         mesh, owner = reading.mesh, reading.owner
+        # Ranks without a list, and lists of ranks that do not exist.
         if missing := sorted(set(range(mesh.size)) ^ set(owner)):
             shown = ", ".join(map(str, missing[:8]))
             shown += f" and {len(missing) - 8:,} more" * (len(missing) > 8)

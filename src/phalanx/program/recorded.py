@@ -80,6 +80,7 @@ class Recorded:
                 if span.op.kind == RECEIVE
                 else (span.op.kind, span.op.piece)
             )
+            # Both ends have the time of the transfer, and one of them counts.
             if span.op.kind != SEND:
                 seen[key].append(span.end - span.start)
         times = {
@@ -87,6 +88,7 @@ class Recorded:
             for key, x in seen.items()
         }
         kinds = {"send": times.pop((RECEIVE, -1), 0.0)}
+        # Operations without a piece are known by their kind alone.
         kinds |= {
             kind: time for (kind, piece), time in times.items() if piece < 0
         }
@@ -127,6 +129,7 @@ class Recorded:
         }
         spans = []
         for s in self.timeline.spans:
+            # From the far end's view: the piece and the peer change places.
             far = s.op._replace(kind="", piece=s.op.peer, peer=s.op.piece)
             other = ends.get(
                 (
@@ -135,6 +138,7 @@ class Recorded:
                     far,
                 )
             )
+            # A send ends with its receive, and a receive starts with its send.
             if other and s.op.kind == SEND:
                 s = s._replace(end=max(s.start, min(s.end, other.end)))
             elif other:

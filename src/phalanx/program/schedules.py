@@ -76,6 +76,7 @@ def f1b(
             [Op(k, r, m) for m in range(microbatches)] for k in _WHOLE
         )
         rows.append(
+            # None on the last rank, and `depth` forwards more on each rank before it.
             weave(
                 forwards,
                 backwards,
@@ -93,6 +94,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
     longer, because in a round shorter than P the last ranks would wait for each other.
     """
     count = max(1, microbatches // stages)
+    # Rounds of P microbatches, or somewhat more where they do not divide.
     bounds = [i * microbatches // count for i in range(count + 1)]
     rounds = [range(a, b) for a, b in pairwise(bounds)]
     longest = max(map(len, rounds))
@@ -111,6 +113,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
             for stage in held[::-1]
             for m in ms
         ]
+        # Megatron-LM's count, with the longest round in place of P.
         warmup = (chunks - 1) * longest + 2 * (stages - r - 1)
         rows.append(weave(forwards, backwards, min(warmup, len(forwards))))
     return rows
@@ -148,6 +151,7 @@ def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
 
 
 def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
+    # A V: stage `down` on the way there, stage `up` on the way back.
     down, up = r, 2 * stages - 1 - r
     out: list[Op] = []
     done = {(k, s): 0 for k in _SPLIT for s in (down, up)}
@@ -157,18 +161,23 @@ def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
             out.append(Op(kind, stage, done[kind, stage]))
             done[kind, stage] += 1
 
+    # 1. Forwards until this rank's first microbatch has come back through the V.
     for _ in range(2 * (stages - r) - 1):
         put(FORWARD, down)
+    # 2. Forwards of both stages, until the first backward comes from rank 0.
     for _ in range(r):
         put(FORWARD, up)
         put(FORWARD, down)
+    # 3. Forward, input and weight gradient of the upper stage alone.
     for _ in range(stages - r):
         for kind in _SPLIT:
             put(kind, up)
+    # 4. The steady state: forward, input and weight gradient of both stages in turn.
     while done[FORWARD, up] < microbatches:
         for stage in (down, up):
             for kind in _SPLIT:
                 put(kind, stage)
+    # 5. Backwards alone, and the weight gradients that were left for the end.
     for _ in range(r):
         put(INPUT_GRADIENT, down)
         put(INPUT_GRADIENT, up)
@@ -212,30 +221,38 @@ def _dual_row(stages: int, microbatches: int, r: int) -> list[Op]:
             out[-1]._replace(kind=WEIGHT_GRADIENT)
         )
 
+    # The eight steps of DeepSeek's code. 1: forwards down.
     for _ in range(2 * rest):
         put(FORWARD, down)
+    # 2. Forwards down and up.
     for _ in range(r + 1):
         put(FORWARD, down)
         put(FORWARD, up)
+    # 3. Backwards and forwards of the upper stage.
     for _ in range(rest):
         back(up)
         put(FORWARD, up)
+    # 4. The steady state: a forward and a backward of each stage.
     for _ in range(microbatches - 2 * stages + r + 1):
         put(FORWARD, down)
         back(up)
         put(FORWARD, up)
         back(down)
+    # 5. The last forwards, with backwards of both stages.
     for _ in range(rest):
         back(up)
         put(FORWARD, up)
         back(down)
+    # 6. Backwards of both stages; from the middle on, weight gradients wait.
     half = (r + 1) // 2
     for i in range(r + 1):
         back(up, later=i > half - r % 2)
         back(down, later=i >= half)
+    # 7. A waiting weight gradient, then a backward of the lower stage.
     for _ in range(rest):
         out.append(pending.pop(0))
         back(down, later=True)
+    # 8. The weight gradients that are left.
     return out + pending
 
 

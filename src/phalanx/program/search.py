@@ -50,6 +50,7 @@ def search(
     ended = filter(
         None, _candidates(stages, microbatches, chunks, costs, most)
     )
+    # Slack: how far each candidate stays below the limits.
     slack = (
         (x, min(n - h for n, h in zip(most, held(x), strict=True)))
         for x in ended
@@ -107,6 +108,7 @@ class _Listing:
     whole: bool
 
     def row(self, stage: int) -> int:
+        # A V folds back at the last rank; otherwise every chunk starts at rank 0 again.
         turn, r = divmod(stage, self.stages)
         return (
             self.stages - 1 - r if self.chunks_go == "fold" and turn % 2 else r
@@ -130,9 +132,11 @@ class _Listing:
         left = 3 * n * self.microbatches
         while left and clock:
             now, r = heapq.heappop(clock)
+            # A rank that was woken while it still works looks again when it is done.
             if now < self.free[r]:
                 continue
             op = self._choose(r, now)
+            # Nothing can start now: look again when the next input arrives.
             if op is None:
                 waits = [
                     t
@@ -154,6 +158,7 @@ class _Listing:
         """The most urgent operation that rank r can start now; deeper chunks first."""
         best: tuple[tuple[int, int], Op] | None = None
         share = 1 / self.chunks
+        # Forward needs room for one more chunk.
         full = self.used[r] + share > self.room[r] + 1e-9
         mine = self.mine[r]
         entry = -1
@@ -192,6 +197,7 @@ class _Listing:
         last = self.stages * self.chunks - 1
         if op.kind == ops.FORWARD:
             self.used[r] += 1 / self.chunks
+            # The last stage's forward is followed by its backward.
             turn = Op(ops.INPUT_GRADIENT, last, op.index)
             following = [
                 op._replace(piece=op.piece + 1) if op.piece < last else turn
@@ -206,6 +212,7 @@ class _Listing:
             following = []
         for later in following:
             there = self.row(later.piece)
+            # A message delays what follows on another rank.
             at = end + (
                 self.costs.kinds.get("send", 0.0) if there != r else 0.0
             )

@@ -42,6 +42,7 @@ class Short(NamedTuple):
         least = [start + BEHIND * length for start, _, length in self.windows]
         # for each row: the operations examined so far, and those to examine
         done, reach = first[:-1], list(map(add, first, least))
+        # Follow what the points wait for: everything up to a point belongs to it.
         while done != reach:
             todo = [
                 i
@@ -53,6 +54,7 @@ class Short(NamedTuple):
                 for i in made.events[event]:
                     row = made.ops[i][0]
                     reach[row] = max(reach[row], i + 1)
+        # In every row the point must lie inside the windows, where all repeat.
         points = zip(map(sub, reach, first), self.windows, strict=True)
         return all(point <= end for point, (_, end, _) in points)
 
@@ -74,6 +76,7 @@ class Short(NamedTuple):
 
 def shortened(program: Program) -> Short | None:
     """The program without repeated windows; None if this saves less than a third."""
+    # Windows of one microbatch, or of as many as stages, as in rounds of P.
     for period in dict.fromkeys((1, program.mesh.of("pp"))):
         windows = [_windows(row, period) for row in program.rows]
         found = [each for each in windows if each]
@@ -88,6 +91,7 @@ def shortened(program: Program) -> Short | None:
         for row, (start, _, length) in zip(program.rows, found, strict=True):
             at, by = start + length, gone * period
             rest = row[at + gone * length :]
+            # Behind the gap every microbatch's number is lower by those left out.
             moved = (
                 op._replace(index=op.index - by) if _numbered(op) else op
                 for op in rest
@@ -116,13 +120,16 @@ def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
         kind for kind in set(kinds) if kind[2] or kind[0] in ops.ON_MICROBATCH
     }
     length = len(known) * period
+    # same[i]: the operation `length` later is of the same kind, one period on.
     again = map(eq, kinds[length:], kinds)
     later = map(period.__eq__, map(sub, numbers[length:], numbers))
     same = bytes(map(min, again, later))
     middle = len(same) // 2
+    # The longest run of that around the middle.
     start, end = same.rfind(0, 0, middle) + 1, same.find(0, middle)
     end = (len(same) if end < 0 else end) + length
     each = Counter(kinds[start : start + length])
+    # A window must hold each kind once for each of its microbatches, and nothing else.
     whole = (
         known
         and end - start >= 2 * length

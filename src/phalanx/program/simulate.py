@@ -59,6 +59,7 @@ class Costs:
     def _find(self, kind: str, piece: int) -> float:
         if kind == ops.SEND:
             return self.kinds.get("send", 0.0)
+        # Times of this piece itself, whole or in halves.
         given = {
             k
             for k in (ops.FORWARD, *ops.BACKWARDS)
@@ -68,6 +69,7 @@ class Costs:
             return sum(
                 part * self._time(k, piece) for k, part in parts.items()
             )
+        # Otherwise its kind's, scaled by the piece's share of a stage.
         parts = _parts(kind, self.kinds.keys())
         time = sum(part * self.kinds.get(k, 0.0) for k, part in parts.items())
         return time * (self.share.get(piece, 1.0) if piece >= 0 else 1.0)
@@ -77,6 +79,7 @@ def _parts(kind: str, known: Collection[str]) -> dict[str, float]:
     """The known kinds that a kind's time consists of, each with its factor."""
     if kind in known:
         return {kind: 1.0}
+    # A whole backward is its two halves, and a half is half of it.
     if kind == ops.BACKWARD and any(half in known for half in _HALVES):
         return dict.fromkeys(_HALVES, 1.0)
     if kind in _HALVES and ops.BACKWARD in known:
@@ -127,6 +130,7 @@ def compiled(
     made = graph(program, walked)
     waiting: dict[int, list[int]] = {}
     last: dict[int, int] = {}
+    # A lane that does not overlap: the next computation waits for what it did before.
     for i, (row, _) in enumerate(made.ops) if blocking or joint else ():
         lane = made.lanes[i]
         if lane in blocking:
@@ -144,6 +148,7 @@ def compiled(
     place = [0] * len(order)
     for n, event in enumerate(order):
         place[event] = n
+    # The same event at the same rows and pieces has one price.
     known: dict[object, int] = {}
     result = Compiled(
         program, made, [], place, [], [], [[] for _ in program.rows]
@@ -195,6 +200,7 @@ def times(
     prices = made.prices(costs)
     if cores < math.inf:
         return _sharing(made, prices, cores)
+    # One pass in a possible order: all that an event waits for has its end already.
     starts: list[float] = []
     ends: list[float] = []
     for waits, price in zip(made.before, made.price, strict=True):
@@ -221,6 +227,7 @@ def _sharing(
     size = [len(made.priced[made.price[n]]) for n in range(count)]
     left: dict[int, float] = {}
     ready, now, busy = [n for n in range(count) if not waits[n]], 0.0, 0
+    # Processor sharing: until the next event ends, all progress at one rate.
     while ready or left:
         for n in ready:
             starts[n], left[n] = now, prices[made.price[n]]
@@ -229,6 +236,7 @@ def _sharing(
         slower = max(1.0, busy / cores)
         step = min(left.values())
         now += step * slower
+        # Those that end now, up to rounding.
         for n in [n for n, rest in left.items() if rest <= step * (1 + 1e-9)]:
             del left[n]
             ends[n] = now
@@ -259,6 +267,7 @@ def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
     last, graph = made.program.microbatches - 1 - tail, made.graph
     first = last - period
     place = [made.place[event] for event in graph.event]
+    # The ends of the first piece's backward, which close a microbatch.
     ends = {
         op.index: place[i]
         for i, (_, op) in enumerate(graph.ops)
@@ -273,6 +282,7 @@ def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
     )
     if before[:2] != after[:2]:
         return None
+    # Everything between the two cuts.
     flags = zip(before[3], after[3], strict=True)
     inside = bytearray(is_now and not was for was, is_now in flags)
     each: Counter[tuple[int, str, int]] = Counter()
@@ -295,6 +305,7 @@ def _cut(
     Returns the finished events that others still wait for, the unfinished events up to
     it, the positions of the former, and a byte per event that is 1 if it is finished.
     """
+    # All that leads to this event, by walking the edges backwards.
     done = bytearray(len(made.before))
     stack = [end]
     done[end] = 1
@@ -312,6 +323,7 @@ def _cut(
             if op.kind in ops.ON_UNIT:
                 counts[row, op.kind, op.piece] += 1
 
+    # Numbers count from the cut, so that two cuts can be compared.
     def key(i: int) -> _Key:
         row, (kind, piece, number, of, peer) = graph_ops[i]
         since = counts[row, kind, piece] if kind in ops.ON_UNIT else index
@@ -324,6 +336,7 @@ def _cut(
             number - since * (kind not in ops.ON_STEP),
         )
 
+    # The finished events that unfinished ones wait for: the state that is carried on.
     waited = {
         j
         for n, before in enumerate(made.before)
@@ -352,6 +365,7 @@ def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
     longer. And the events that the end has waited for are later by exactly this: the
     same operation before and after the stretch, the second by way of the first.
     """
+    # Walk back from the end along the latest event, to where it crosses each cut.
     path = max(range(len(ends)), key=ends.__getitem__)
     crossed = []
     for places in (part.after, part.before):
@@ -380,6 +394,7 @@ def critical(
     while at >= 0:
         price = made.price[at]
         path[price] = path.get(price, 0.0) + weight[at]
+        # Always to the one that ended last: the path that made the event late.
         at = max(made.before[at], key=ends.__getitem__, default=-1)
     return path
 
@@ -430,6 +445,7 @@ def memory_over(
             steps += [(ended, 0, kind, -amount) for kind, amount in gives]
         now: dict[str, float] = {}
         points: dict[float, dict[str, float]] = {}
+        # At one time, first what is freed, then what is taken.
         for time, _, kind, amount in sorted(steps, key=lambda s: s[:2]):
             now[kind] = now.get(kind, 0.0) + amount
             points[time] = dict(now)
@@ -453,6 +469,7 @@ def repeat(program: Program, steps: int) -> Program:
             for op in row
             if op.kind in of_microbatches
         }
+        # In step n an operation's number grows by n times its count in a step.
         each = [(op, op.index, times[op[:2]]) for op in row]
         rows.append(
             [

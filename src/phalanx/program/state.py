@@ -106,6 +106,7 @@ class State:
             program.rows[number],
             in_place,
         )
+        # The first place of each operation, also in a list with repetitions.
         self.at = dict(
             zip(
                 reversed(self.ops),
@@ -182,6 +183,7 @@ class State:
             yield op, needs
             self.needed.append(needs)
             self.flow += self.apply(op, needs)
+        # What nothing waits for arrives when the step ends.
         if self.flow:
             bundle = self.bundles[self.flow[-1]]
             self.flow[-1] = self._number((*bundle, *self._rest()))
@@ -233,6 +235,7 @@ class State:
         return (lambda op: []) if kind == ops.RECEIVE else self._of_unit
 
     def _of_backward(self, op: Op) -> Needs:
+        # The recomputation stands for what the forward has not kept.
         again = self.again.get((op.piece, op.index))
         kept = [again] if again else self._kept(op)
         gradient = self._gradient(op.piece, op.index)
@@ -290,6 +293,7 @@ class State:
         the lane is full.
         """
         others = [other for other in self.under_way if other.kind == op.kind]
+        # With one more there would be more than IN_FLIGHT on the lane.
         oldest = (
             others[: max(0, len(others) - IN_FLIGHT + 1)]
             if self.unbegun
@@ -320,6 +324,7 @@ class State:
                 self.agreed or f"{ops.AGREE} before it, after every sum"
             )
         contributions = self.open.get(unit, [])
+        # Without reductions, as on one rank, the contributions themselves are complete.
         if ops.REDUCE not in self.has:
             needs += contributions or [f"a gradient of unit {unit}"]
         elif contributions:
@@ -339,6 +344,7 @@ class State:
     def _weights(self, piece: int) -> Needs:
         needs: Needs = []
         for unit in self.program.units(piece):
+            # A gather since the last update has the weights of this step.
             if unit in self.gathered and unit not in self.stale:
                 needs.append(self.gathered[unit])
             elif ops.GATHER in self.has and unit not in self.at_home:
@@ -423,6 +429,7 @@ class State:
         Returns the numbers of the changes at its start and at its end. Everything that
         it has waited for has arrived at its start.
         """
+        # Waited for, so its buffers change before this operation starts.
         way = self.under_way
         arrived = (
             [c for n in needs if n in way for c in self._arrive(n)]
@@ -485,6 +492,7 @@ class State:
                     piece + (kind == ops.FORWARD),
                     m,
                 ) in self.named
+        # What this piece kept so far is replaced by what it keeps from here on.
         before = self.kept.pop((piece, m), "")
         if kind == ops.FORWARD:
             keeps = self._keeps(piece, m)
@@ -563,6 +571,8 @@ class State:
             return ops.KEPT
         if again.kind == ops.RECOMPUTE_PART:
             return ops.SELECTED
+        # Inside a segment nothing is kept: the segment's first input brings it all
+        # back.
         return INPUT if restarts(self.at, piece, m) else ""
 
     def _to_or_from_host(
@@ -583,6 +593,7 @@ class State:
         start += [Change(MATRICES, unit, 1)] * (kind == ops.TO_OWNERS)
         end += [Change(MATRICES, unit, -1)] * (kind == ops.FROM_OWNERS)
         if kind in (ops.GATHER, ops.LOAD):
+            # A load and its gather fill one buffer, which is taken once.
             there = unit in self.gathered or unit in self.loaded
             start += [Change(ops.WEIGHTS, unit, 1)] * (not there)
             if kind == ops.LOAD:
@@ -603,6 +614,7 @@ class State:
             self.agreed = op
         elif kind == ops.AGREE_SCALES:
             self.scaled[unit] = op
+        # An update frees the shard; without reductions, the whole gradient.
         elif kind == ops.UPDATE:
             if ops.REDUCE not in self.has and unit in self.open:
                 del self.open[unit]
@@ -630,12 +642,14 @@ class State:
         if op.kind == ops.REDUCE and op.piece in self.open:
             start += [Change(PART, op.piece, 1)] * (not self.in_place)
             del self.open[op.piece]
+        # A sum after an agreement on the norm invalidates it.
         self.under_way[op] = None
         self.reduced[op.piece], self.agreed = op, None
 
     def _arrive(self, op: Op) -> Iterator[Change]:
         """Complete a reduction: free the whole buffer, and add to this rank's shard."""
         del self.under_way[op]
+        # With replicas the shard is complete only after the second sum.
         last = op.kind == ops.REDUCE_REPLICAS or not self.program.replicated
         if last if self.in_place else op.kind == ops.REDUCE:
             yield Change(WHOLE, op.piece, -1)

@@ -98,6 +98,7 @@ class Timeline:
         Operations beside computing count only while nothing is computed, for the one
         that began first. Both ends of a message are one kind. "" is idle time.
         """
+        # Compute time counts in full; other lanes count only where nothing is computed.
         parts: dict[str, float] = defaultdict(float)
         for span in self.computing[rank]:
             parts[span.op.kind] += span.end - span.start
@@ -108,6 +109,7 @@ class Timeline:
 
     def _beside(self, rank: int) -> Iterator[tuple[Span, float]]:
         """Yield other spans of a rank, each with its time without computing."""
+        # Prefix sums over the computing spans, which do not overlap.
         work = self.computing[rank]
         ends, done = (
             [s.end for s in work],
@@ -116,10 +118,12 @@ class Timeline:
 
         def computed(time: float) -> float:
             """The time spent computing before a time."""
+            # All spans that end before, and the part of the one that is running.
             i = bisect(ends, time)
             begun = max(0.0, time - work[i].start) if i < len(work) else 0.0
             return done[i] + begun
 
+        # In order of start; what an earlier span covered does not count again.
         reached = -math.inf
         beside = (
             s for s in self.spans if s.rank == rank and s.lane != "compute"
@@ -147,6 +151,7 @@ class Timeline:
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """Parse a timeline's file, or raise an error."""
+        # A file from outside: names and numbers are checked, and nothing is executed.
         try:
             value = parse_json(text, "this", ValueError)
             spans = tuple(
