@@ -34,6 +34,7 @@ _WITH_TORCH = {"Live": "live", "sizes_of": "sizes", "piece_costs": "pieces"}
 def __getattr__(name: str) -> Any:
     if name not in _WITH_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Imported at the first use, so that cached costs need no torch.
     return getattr(
         importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name
     )

@@ -58,16 +58,19 @@ def cached_costs(
     `model` is a shape, or `FILE.py:Class` for a custom model. The keys are
     `piece_layout(layout)`.
     """
+    # Layouts that differ in dp, pp or ZeRO alone have one cut.
     cuts = list(dict.fromkeys(map(piece_layout, layouts)))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     file = (
         place or Path(base, "phalanx", "costs")
     ) / f"{_key(model, sequence, target)}.json"
+    # One file for all cuts of a model, so a search reads the disk once.
     known = _read(file)
     missing = [cut for cut in cuts if str(cut) not in known]
     _LOG.debug(
         "%s has %d of %d cuts", file, len(cuts) - len(missing), len(cuts)
     )
+    # What is missing is costed together: equal outputs are computed once.
     if missing:
         known |= _costed(model, missing, sequence, target)
         _write(file, known)
@@ -80,6 +83,7 @@ def cached_costs(
 def _key(model: Shape | str, sequence: int, target: str) -> str:
     """A hash of everything that the cuts in one file have in common."""
     if isinstance(model, Shape):
+        # Costs are of one block of each kind, so models of other depths share a file.
         sizes = asdict(
             replace(one_block_of_each(model)[0], name="", batch=1, source="")
         )
@@ -88,6 +92,7 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
             sizes["sequence"] = 0
         key = {"shape": sizes, "sequence": sequence or model.sequence}
     else:
+        # A user's file, and every module that it imports.
         path, name = code_of(model)
         text = Path(path).read_text() if Path(path).is_file() else path
         called = f"{name}({arguments_text(model)})"
@@ -107,6 +112,7 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
 def _source() -> str:
     """A hash of the code that costing runs, ours and torch's."""
     digest = hashlib.sha256(str(_FORMAT).encode())
+    # A change to any of these files may change a cost.
     for pattern in _RUN:
         paths = sorted(_SOURCE.glob(pattern))
         assert paths, (
@@ -141,6 +147,7 @@ def _costed(
     kinds = alike(made)
     entries, outputs = {}, dict[Any, Any]()
     for cut in cuts:
+        # 1 and 2 rows give the line, _MANY the slope of the temporary bytes.
         all_rows = cost_kinds(
             made,
             cut,
@@ -153,6 +160,7 @@ def _costed(
             [astuple(one), astuple(two), many.temporary]
             for one, two, many in zip(*all_rows, strict=True)
         ]
+        # A block may be three pieces here; `kinds` are those of whole blocks.
         rows = model_rows(made, cut)
         # the costs of the parts of each piece
         parts: dict[int, list[int]] = {}
@@ -174,6 +182,7 @@ def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
     kinds: Sequence[int] = entry["kinds"]
     rows: tuple[PieceRow, ...] = ()
     if isinstance(model, Shape):
+        # From one block of each kind to the pieces of the whole model.
         kinds = [kinds[piece] for piece in one_block_of_each(model)[1]]
     else:
         rows = _read_rows(entry)
@@ -190,6 +199,7 @@ def _at(
     chord's end it follows the steepest line.
     """
     line = at_rows(one, two)
+    # The chord from 2 rows to _MANY rows.
     slope = (many - two.temporary) / (_MANY - 2)
 
     @cache  # a search asks for few different numbers of rows, but often
@@ -226,6 +236,7 @@ def _read_rows(entry: Mapping[str, Any]) -> tuple[PieceRow, ...]:
 
     def row(values: Sequence[Any]) -> PieceRow:
         given = dict(zip(names, values, strict=True))
+        # JSON has lists where rows have tuples.
         lists = {
             name: tuple(given[name]) for name in ("uses", "takes", "gives")
         }
@@ -251,6 +262,7 @@ def _weight(row: Sequence[Any]) -> WeightRow:
 
 def cost_of_row(row: Sequence[Any]) -> PieceCost:
     """The cost from the list of its fields."""
+    # The first four fields are loads, the others numbers.
     loads, numbers = row[:4], row[4:]
     forward, into_input, into_weights, again = map(_load, loads)
     return PieceCost(
@@ -272,6 +284,7 @@ def _load(row: Sequence[Any]) -> Load:
 def _read(file: Path) -> dict[str, Any]:
     """The contents of a cache file; empty if it is missing or incomplete."""
     try:
+        # Keyed by the file's state, so that a changed file is read again.
         state = file.stat()
         return dict(_parsed(file, state.st_mtime_ns, state.st_size))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -281,6 +294,7 @@ def _read(file: Path) -> dict[str, Any]:
 @lru_cache(maxsize=4)  # a search reads it several times
 def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
     known: dict[str, Any] = json.loads(file.read_bytes())
+    # Converted once and thrown away: a damaged file shows here.
     for entry in known.values():
         for one, two, many in entry["costs"]:
             cost_of_row(one), cost_of_row(two), float(many)
@@ -293,6 +307,7 @@ def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
 def _write(file: Path, known: Mapping[str, Any]) -> None:
     with suppress(OSError):  # an unwritable place only means costing again
         file.parent.mkdir(parents=True, exist_ok=True)
+        # A temporary file and a rename: a reader never sees half a file.
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
         # `json.dumps` encodes in C, `json.dump` in Python.
         text = json.dumps(known, separators=(",", ":"))

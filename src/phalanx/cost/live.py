@@ -33,6 +33,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # Noted before the call, which may write into what it was given.
         given = {
             storage_of(x)
             for x in tree_iter((args, kwargs))

@@ -79,11 +79,13 @@ def cost_kinds(
         raise LayoutError(
             "a model without a shape cannot be costed: add shape=Shape(...) to it."
         )
+    # 1. One piece of each kind, cut as the layout cuts it, in one pipeline stage.
     cut = piece_layout(layout)
     few = one_of_each(cut_blocks(model, cut))
     pieces = StagedPieces(model_rows(few, cut), (range(len(few.pieces)),))
     program = build(cut, pieces)
     compute = COMPUTE[cut.precision]
+    # Masters and gradient sums are in float32 or wider.
     wide = torch.promote_types(compute, torch.float32)
     known = {} if known is None else known
     blocks = range(1, len(few.pieces) - 1)
@@ -91,14 +93,17 @@ def cost_kinds(
     world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
     try:
         precision = Precision(compute, wide, wide, matmul_named(cut.matmul))
+        # 2. Built as in training, for one rank of a world that only counts messages.
         held = build_local(
             world, cut, few, program, precision=precision, prefix=PREFIX
         )
         for _, module in few.pieces:
             fuse(module.modules(), target)
+        # 3. Each piece forward and backward, for every number of rows.
         found = []
         for count in rows:
             batch = held.complete(_batch(few, cut, count, sequence, compute))
+            # between pieces: (B, T / cp, hidden), or (B, T / cp / tp, hidden) with seq
             edge = edge_shape(
                 batch, model.shape.hidden, cut.tp if cut.seq else 1
             )
@@ -118,6 +123,7 @@ def cost_kinds(
                     compiled=bool(cut.compile) and n in blocks,
                 )
                 costs.append(with_derived(cost, held, held.pieces[n], batch))
+                # Outputs of a block's parts are the inputs of the next part.
                 comes |= out
             found.append(tuple(costs))
     finally:
@@ -153,6 +159,7 @@ def _batch(
             )
         }
     multiple = time_multiple(layout)
+    # Padded as in training, then a rank of cp has its share: (rows, T / cp).
     length = (
         -(-(sequence or model.shape.sequence) // multiple)
         * multiple
@@ -175,6 +182,7 @@ def into(
     """
     if SENT not in piece.takes:
         return {} if piece.first else {"x": edge}
+    # Counts become routes on the way: (senders, experts), here with one sender.
     comes = {**comes, "routes": ((1, *comes["counts"][0]), torch.long)}
     return {name: comes[name] for name in piece.takes if name in comes}
 
@@ -203,6 +211,7 @@ def run(
     recomputed before the backward.
     """
     for unit in piece.units:
+        # Before the recording starts: gathers are operations of their own.
         if unit.buffer is None:
             unit.gather()
         if not unit.frozen:
@@ -234,7 +243,9 @@ def _run(
     scales: Scales,
     selected: Selected | None,
 ) -> tuple[PieceCost, dict[str, Like]]:
+    # Without tied units, whose weights belong to an earlier piece.
     own = [unit for unit in piece.units if unit.piece == piece.units[0].piece]
+    # 1. Forward. What stays alive behind it is what it keeps.
     bundle = _new(comes)
     entry = sum(x.untyped_storage().nbytes() for x in bundle.values())
     with scales.on("forward"):
@@ -242,10 +253,12 @@ def _run(
             0, bundle, batch, keep=selected is None, selected=selected
         )
     out: dict[str, Like] = {name: (x.shape, x.dtype) for name, x in y.items()}
+    # Tokens that travel, or x: what the next stage receives.
     sent = y.get(SENT, y["x"]) if "x" in y else y[SENT]
     leaves = 0 if piece.last else sent.numel() * sent.element_size()
     del sent
     part, temporary = 0, 0
+    # 2. With `selected`: what the first forward has kept, then the recomputation.
     if selected is not None:
         del y
         part = scales.now
@@ -255,18 +268,21 @@ def _run(
     most = scales.most
     del bundle, y
     kept = scales.now
+    # 3. The gradients that backward starts from: the outputs', or the loss's scale.
     gradient = _new(
         {name: x for name, x in out.items() if x[1].is_floating_point}
     )
     gradient = (
         piece.seed(0, torch.ones(1, device="meta")) if piece.last else gradient
     )
+    # A router's loss terms have gradients of their own.
     if piece.loss_router:
         (choices,) = _new({CHOICES: out[CHOICES]}).values()
         share = torch.ones(1, device="meta")
         gradient |= piece.loss_router.term_gradients(
             share, choices, choices[:1]
         )
+    # 4. Backward, whole or its first half. Peaks are counted above what is kept.
     scales.most = scales.now
     with scales.on("input_gradient"):
         gone = (piece.input_gradient if piece.splits else piece.backward)(
@@ -274,6 +290,7 @@ def _run(
         )
     temporary, after = max(temporary, max(most, scales.most) - kept), kept
     del gradient, gone
+    # 5. The postponed weight gradients.
     if piece.splits:
         after = scales.most = scales.now
         with scales.on("weight_gradient"):

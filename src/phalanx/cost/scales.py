@@ -31,10 +31,12 @@ _aten = torch.ops.aten
 
 
 def _mm(a: Tensor, b: Tensor) -> Product:
+    # (m, k) @ (k, n)
     return Product(float(a.shape[0]), float(a.shape[1]), float(b.shape[1]))
 
 
 def _bmm(a: Tensor, b: Tensor) -> Product:
+    # (batch, m, k) @ (batch, k, n)
     return Product(
         float(a.shape[1]),
         float(a.shape[2]),
@@ -145,6 +147,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def on(self, operation: str) -> Iterator[None]:
+        # What was sent before belongs to the page before.
         self._assign()
         before, self.page = (
             self.page,
@@ -154,6 +157,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._assign()
+            # What is still fused is written when the operation ends.
             for number in tuple(self.inside):
                 self._leaves(number)
             self.page = before
@@ -169,6 +173,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         )
 
     def _is_inside(self, number: int) -> bool:
+        # Its storage may have been freed, and its address used again.
         return number in self.inside and self.inside[number][0]() is not None
 
     def _leaves(self, number: int) -> None:
@@ -184,6 +189,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             for x in given
             if not self._is_inside(storage_of(x))
         }
+        # No launch of its own where an input comes from the chain.
         self.page.launches += len(read) == len({storage_of(x) for x in given})
         self.page.moved += sum(map(_extent, read.values()))
         for x in _tensors(out):
@@ -228,11 +234,13 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         packet = func.overloadpacket
+        # Run its definition instead, whose operations come back here.
         if packet in _OPAQUE:
             with self:
                 return _OPAQUE[packet](*args)
         # Function modes are for calls in the model, not for calls on tensors here.
         with torch._C.DisableTorchFunction():
+            # A view moves nothing and allocates nothing.
             if func.is_view:
                 return func(*args, **(kwargs or {}))
             given = list(_tensors((args, kwargs or {})))
@@ -257,12 +265,14 @@ class Scales(Live):  # type: ignore[no-untyped-call]
     ) -> tuple[Any, bool]:
         """The operation's output, and whether it is new instead of a view of an input."""
         key = func, _key(args), _key(kwargs)
+        # Found before: make an output of that shape, without torch's shape functions.
         if key in self.outputs:
             known = self.outputs[key]
             if known is _OUT:
                 return kwargs["out"], False
             return _made(known, args), known is not _FIRST
         out = func(*args, **kwargs)
+        # In place: remember which argument comes back.
         if func._schema.is_mutable:
             if args and out is args[0]:
                 self.outputs[key] = _FIRST
@@ -271,6 +281,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             return out, False
         made = list(_tensors(out))
         fresh = bool(made) and not any(storage_of(x) in storages for x in made)
+        # Only new meta tensors can be made again from their shapes.
         if fresh and all(x.is_meta for x in made):
             self.outputs[key] = _form(out)
         return out, fresh
@@ -279,11 +290,13 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, given: list[Tensor], out: Any
     ) -> None:
         packet = func.overloadpacket
+        # Elementwise operations of a compiled block join a chain.
         if self.compiled and (
             packet in _MOVES or not _ELEMENTS.isdisjoint(func.tags)
         ):
             self._fuse(given, out)
             return
+        # Any other operation reads from memory, so what it reads leaves its chain.
         for x in given:
             self._leaves(storage_of(x))
         if packet in _PRODUCTS:
@@ -340,6 +353,7 @@ def _made(form: Any, args: Any) -> Any:
 def _attention(packet: Any, args: Sequence[Any]) -> AttentionLoad:
     at, flag, products = _ATTENTION[packet]
     q, k = args[at], args[at + 1]
+    # q: (B, heads, queries, size), k: (B, kv_heads, keys, size)
     batch, heads, queries, size = map(float, q.shape)
     causal = float(bool(args[flag])) if len(args) > flag else 0.0
     kv_heads, keys = float(k.shape[1]), float(k.shape[2])
@@ -354,8 +368,10 @@ def _moved(packet: Any, args: Any, given: list[Tensor], out: Any) -> float:
     if packet in _UNREAD:
         unread = args[_UNREAD[packet]]
         return written + sum(_extent(x) for x in given if x is not unread)
+    # Rows that are picked are read and written; the indices are read.
     if packet in _PICKS:
         return 2 * written + sum(_extent(x) for x in given[1:])
+    # Read and written where it adds, plus what is added and where.
     if packet in _ADDS_INTO:
         return 2 * _extent(given[-1]) + sum(_extent(x) for x in given[1:])
     return written + sum(map(_extent, given))
@@ -364,6 +380,7 @@ def _moved(packet: Any, args: Any, given: list[Tensor], out: Any) -> float:
 def _extent(x: Tensor) -> float:
     """Bytes of a tensor's distinct elements; expanded ones are read from the cache."""
     count = x.element_size()
+    # An expanded dim has stride 0: its elements are one in memory.
     for size, stride in zip(x.shape, x.stride(), strict=True):
         if stride:
             count *= size

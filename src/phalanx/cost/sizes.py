@@ -48,6 +48,7 @@ def sizes_of(
     kinds, known = alike(cut_blocks(make(), layout)), dict[Any, Any]()
     pieces: dict[int, PieceCost] = {}
     units: dict[int, list[Unit]] = {}
+    # One rank for each row: ranks of a row hold as much.
     for row in range(len(program.rows)):
         world = TallyWorld(program.owner.index(row), layout.ranks)
         model = make()
@@ -60,6 +61,7 @@ def sizes_of(
                 precision=precision,
                 prefix=PREFIX,
             )
+            # Microbatches differ by at most one row, and the first is the longest.
             own = microbatches(
                 whole, layout, held.coordinates["data"], held.coordinates["cp"]
             )[0]
@@ -69,6 +71,7 @@ def sizes_of(
                 edge_shape(own, width, layout.tp if layout.seq else 1),
                 precision.compute,
             )
+            # Pieces of which only a part is recomputed keep `selected` bytes.
             parts = {
                 op.piece
                 for op in program.rows[row]
@@ -79,6 +82,7 @@ def sizes_of(
             )
         finally:
             world.clear()
+        # A tied unit is held by several rows.
         for number in {**held.units, **held.frozen}:
             units.setdefault(number, held.weights(number))
     costed = [pieces[p] for p in range(program.pieces)]
@@ -127,6 +131,7 @@ def _costed(
             selected=part,
         )
         found[number] = with_derived(found[number], held, piece, batch)
+        # Outputs of a block's parts, for the parts behind them.
         comes |= out
     return found
 
@@ -140,6 +145,7 @@ def _of_units(
     def each(
         bytes: Callable[[Unit], int], *, frozen: bool = False
     ) -> tuple[float, ...]:
+        # A piece's units: its own, and that of its experts.
         own = [
             [*units.get(n, ()), *units.get(n + pieces, ())]
             for n in range(pieces)
@@ -152,11 +158,13 @@ def _of_units(
     def always(unit: Unit) -> int:
         """Bytes that always stay: home, extra buffers, weights never freed."""
         held = unit.bytes
+        # A resident unit has its whole weights always, less the home inside of them.
         stay = held.weights - held.shared if unit.resident else 0
         return held.home + held.beside + stay
 
     def moments(unit: Unit) -> int:
         """Number of moment elements that the optimizer keeps for this rank's part."""
+        # Elements of matrices have the moments of the optimizer for matrices.
         of_matrices = len(optimizer.moments(matrix=True)) * unit.moved
         return of_matrices + len(optimizer.moments()) * (
             unit.part - unit.moved
@@ -176,6 +184,7 @@ def _of_units(
         optimizer=each(
             lambda unit: moments(unit) * unit.precision.master.itemsize
         ),
+        # what is sent, what comes back, and the results
         matrices=each(
             lambda unit: 3 * unit.moved * unit.precision.master.itemsize
         ),

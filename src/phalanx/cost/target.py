@@ -39,6 +39,7 @@ class Target(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
+        # On a CPU the model's own norm runs, so only CUDA's is replaced.
         if func is F.rms_norm and self.fused:
             return _norm(self.scales, *args, **kwargs)
         return func(*args, **kwargs)
@@ -74,6 +75,7 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # as torch itself converts it
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
+    # The CPU's flash kernel has the shapes of every target's: out, and lse per row.
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     result: Tensor = op(
         q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
@@ -105,6 +107,7 @@ class _RmsNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, dims: int, scales: Scales
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
+        # scale: (..., 1), one number for each row
         y, scale = (
             torch.empty_like(x),
             x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=wide),
@@ -117,6 +120,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
+        # One kernel reads everything and writes the input's gradient.
         into_x = torch.empty_like(x)
         ctx.scales.kernel((gradient, x, weight, scale), (into_x,))
         if weight is None:

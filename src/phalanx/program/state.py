@@ -571,8 +571,7 @@ class State:
             return ops.KEPT
         if again.kind == ops.RECOMPUTE_PART:
             return ops.SELECTED
-        # Inside a segment nothing is kept: the segment's first input brings it all
-        # back.
+        # Inside a segment nothing is kept; it is recomputed from its first input.
         return INPUT if restarts(self.at, piece, m) else ""
 
     def _to_or_from_host(
