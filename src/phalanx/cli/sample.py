@@ -4,14 +4,17 @@
   phalanx sample runs/first --prompt "def " --tokens 300 --temperature 0.8 --top-k 50
   phalanx sample runs/first --prompt "import " --samples 3 --seed 7 --json
   phalanx sample hf:Llama-3.2-1B --prompt "The sea" --temperature 0
+  phalanx sample runs/large --prompt "The sea" --layout "tp2 pp2"
 
 SOURCE is a run, one of its checkpoints, written in any layout, or hf:FOLDER. The model is read into the
-memory of this process, in float32.
+memory of this process, in float32. With --layout it is shared by processes of this machine, over tp and pp.
 """
+
+import argparse
 
 from .parser import Parser, whole
 from .sampling import add_sampling, add_source, sampling_of, source_of
-from .usage import print_json, say
+from .usage import UsageError, print_json, say
 
 
 def run(argv: list[str]) -> int:
@@ -29,9 +32,17 @@ def run(argv: list[str]) -> int:
         default=1,
         help="number of texts to write",
     )
+    parser.add(
+        "--layout",
+        default="",
+        metavar="LAYOUT",
+        help="tp and pp of ranks that share the model, as 'tp2 pp2'; run: those of the run",
+    )
     add_sampling(parser, tokens=200)
     args = parser.read(argv)
     source = source_of(args.source)
+    if args.layout:
+        return _over_ranks(args, source)
     from ..train.text import continued, open_generator, vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
@@ -54,4 +65,32 @@ def run(argv: list[str]) -> int:
         say()
     if args.json:
         print_json({"source": source, "prompt": args.prompt, "texts": texts})
+    return 0
+
+
+def _over_ranks(args: argparse.Namespace, source: str) -> int:
+    """Write texts by ranks that share the model; they appear when all are done."""
+    from ..comm import launch
+    from ..train.text import sampling_layout, write_over_ranks
+
+    if args.model:
+        raise UsageError(
+            "--layout is for the built-in decoder: leave --model or --layout out."
+        )
+    layout = sampling_layout(args.layout, source)
+    samplings = [sampling_of(args, number) for number in range(args.samples)]
+    texts, *_ = launch(
+        write_over_ranks,
+        layout.ranks,
+        source,
+        layout,
+        args.prompt,
+        args.tokens,
+        samplings,
+        args.tokenizer,
+    )
+    if args.json:
+        print_json({"source": source, "prompt": args.prompt, "texts": texts})
+        return 0
+    say("\n---\n".join(args.prompt + text for text in texts))
     return 0

@@ -81,7 +81,7 @@ class DecoderReader:
         head = model.pieces[-1][1]
         assert isinstance(head, Head)
         self.embed, self.head = model.pieces[0][1], head
-        self.cores = [_cached(block) for block in self.blocks]
+        self.cores = [cached_core(block) for block in self.blocks]
         self.read = 0  # tokens read, equal for all rows
 
     def reset(self) -> None:
@@ -112,7 +112,7 @@ def is_cacheable(model: Model) -> bool:
     return ends_as_decoder and all(isinstance(core, Core) for core in cores)
 
 
-def _cached(block: nn.Module) -> CachedCore:
+def cached_core(block: nn.Module) -> CachedCore:
     """Replace a block's attention core by one with a cache, and return it."""
     attention = block.attn
     assert isinstance(attention, nn.Module)

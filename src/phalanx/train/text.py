@@ -4,24 +4,29 @@ Face folder."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..comm import World
 from ..generate import GenerateError, Generator, Sampling
+from ..generate.shared import SharedReader
+from ..layout import Layout, Shape
 from ..layout.families import code_of
 from ..layout.hub import model_folder
 from ..layout.run import Run
-from ..layout.shape import HUB, Shape
+from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
 from .checkpoint_exchange import HubReader
 from .checkpoint_format import WEIGHT, Manifest, read_manifest
 from .checkpoint_load import TensorReader, own_model
 from .data.token_files import AS_BYTES, tokenizer_of
 from .data.vocabulary import Bytes, Tokenizer, Vocabulary, open_vocabulary
+from .program import program_of
 
+AS_TRAINED = "run"  # --layout of a sample: that of the checkpoint
 Weights = dict[str, torch.Tensor]
 
 
@@ -35,26 +40,104 @@ def open_generator(
     return Generator.of(*model_of(source, own), dtype)
 
 
+def open_shared_generator(
+    world: World, source: Path | str, layout: Layout
+) -> Generator:
+    """Open this rank's part of a saved model. Collective."""
+    with _reader_of(source) as reader:
+        model = _model_saved_in(reader.manifest, str(source), "")
+        program = program_of(model, layout)
+        weights = SavedWeights(reader)
+        shared = SharedReader(world, layout, model, program, weights)
+    assert model.shape is not None  # set for every decoder
+    return Generator(shared, model.shape)
+
+
+class SavedWeights(Mapping[str, torch.Tensor]):
+    """The weights of a checkpoint by name; each is read when it is asked for."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self.reader = reader
+        self.stored = {
+            tensor.name: tensor
+            for tensor in reader.manifest.tensors
+            if tensor.kind == WEIGHT
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.reader.whole(self.stored[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+def sampling_layout(text: str, source: str) -> Layout:
+    """Return the ranks over which a model is sampled: those of tp and pp.
+
+    `run` stands for the layout in which the checkpoint was written.
+    """
+    if text != AS_TRAINED:
+        layout = Layout.parse(text)
+        plain = _sharing(layout)
+        if plain.mesh != layout.mesh:
+            raise GenerateError(
+                f"--layout {text!r}: ranks share a model that is sampled over tp and pp alone, as in"
+                f" 'tp2 pp2'. Write {str(plain) or 'no --layout'}."
+            )
+        return plain
+    if source.startswith(HUB):
+        raise GenerateError(
+            f"{source} was trained in no layout. Write --layout 'tp2 pp2'."
+        )
+    return _sharing(Layout.parse(read_manifest(Path(source)).layout))
+
+
+def _sharing(layout: Layout) -> Layout:
+    """The axes of a layout over which ranks share a model: tp and pp."""
+    sizes = {"tp": layout.tp, "pp": layout.pp}
+    shared = (f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+    return Layout.parse(" ".join(shared))
+
+
+def write_over_ranks(
+    world: World,
+    source: str,
+    layout: Layout,
+    prompt: str,
+    count: int,
+    samplings: Sequence[Sampling],
+    tokenizer: str,
+) -> list[str]:
+    """Return one text for each sampling, the same on all ranks. Collective."""
+    vocabulary = vocabulary_of(source, tokenizer)
+    generator = open_shared_generator(world, source, layout)
+    tokens = vocabulary.prompt(prompt)
+    return [
+        "".join(continued(generator, vocabulary, tokens, count, sampling))
+        for sampling in samplings
+    ]
+
+
 def model_of(source: Path | str, own: str = "") -> tuple[Model, Weights]:
     """Return a saved model on the meta device, and its weights by name.
 
     The code of a user's model runs only if `own` names it: a checkpoint that comes from
     elsewhere must not choose what is run.
     """
-    name = str(source)
-    reader = (
-        HubReader(Path(model_folder(name.removeprefix(HUB))))
-        if name.startswith(HUB)
-        else TensorReader(Path(source), read_manifest(Path(source)))
-    )
-    with reader:
-        model = _model_saved_in(reader.manifest, name, own)
-        weights = {
-            tensor.name: reader.whole(tensor)
-            for tensor in reader.manifest.tensors
-            if tensor.kind == WEIGHT
-        }
+    with _reader_of(source) as reader:
+        model = _model_saved_in(reader.manifest, str(source), own)
+        weights = dict(SavedWeights(reader))
     return model, weights
+
+
+def _reader_of(source: Path | str) -> TensorReader:
+    name = str(source)
+    if name.startswith(HUB):
+        return HubReader(Path(model_folder(name.removeprefix(HUB))))
+    return TensorReader(Path(source), read_manifest(Path(source)))
 
 
 def _model_saved_in(manifest: Manifest, source: str, own: str) -> Model:

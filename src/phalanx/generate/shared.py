@@ -1,0 +1,106 @@
+"""The built-in decoder over the ranks of tp and pp, with a cache of keys and values.
+
+All ranks take part in each pass and get the same logits, so each chooses the same next
+token: no token is sent. A stage computes its pieces as in training, with the sums over
+tp inside. Then its first rank broadcasts the activations of the new tokens to all ranks.
+At the end each tp rank of the last stage fills in the logits of its words, and all ranks
+sum them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import World
+from ..layout import Layout
+from ..layout.rules import Cut
+from ..models.decoder import Head
+from ..parallel import Model
+from ..parallel.local import build_local, model_stages
+from ..program import Program
+from .cached import cached_core, is_cacheable
+from .sampling import GenerateError
+
+
+class SharedReader:
+    """One rank's part of a decoder that reads tokens together with the other ranks.
+
+    `weights` are read by name, one at a time: this rank keeps its parts alone.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        layout: Layout,
+        model: Model,
+        program: Program,
+        weights: Mapping[str, Tensor],
+    ) -> None:
+        if not is_cacheable(model):
+            raise GenerateError(
+                "only the built-in decoder is sampled over ranks. Leave --layout out."
+            )
+        assert model.shape is not None  # set for every built-in decoder
+        self.shape, self.layout = model.shape, layout
+        self.stages = model_stages(model, layout)
+        self.last = len(model.pieces) - 1
+        # A module that is changed for tp no longer shows what it was.
+        self.local = build_local(world, layout, model, program, seed=None)
+        self.local.fill(weights)
+        self.everyone = self.local.groups.everyone
+        self.cores = [
+            cached_core(piece.module)
+            for number, piece in self.local.pieces.items()
+            if 0 < number < self.last
+        ]
+        self.read = 0  # tokens read, equal for all rows
+
+    def reset(self) -> None:
+        self.read = 0
+        for core in self.cores:
+            core.reset()
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        time = torch.arange(self.read, self.read + tokens.shape[1])
+        positions = time.expand_as(tokens)
+        self.read += tokens.shape[1]
+        derived = self.local.complete({"positions": positions})
+        x = torch.zeros(*tokens.shape, self.shape.hidden)  # (B, new, hidden)
+        every = torch.zeros(*tokens.shape, self.shape.vocab)
+        for stage, pieces in enumerate(self.stages):
+            mine = self.local.coordinates["pp"] == stage
+            for number in pieces if mine else ():
+                module = self.local.pieces[number].module
+                if number == 0:
+                    x = module(tokens, positions)
+                elif number < self.last:
+                    x = module(x, **derived)
+                else:
+                    self._fill_own_words(module, x, every)
+            if stage + 1 < len(self.stages):
+                x = x.contiguous()
+                self.everyone.broadcast(x, self._first_of(stage))
+        self.everyone.all_reduce(every)
+        return every
+
+    def _fill_own_words(
+        self, head: nn.Module, x: Tensor, every: Tensor
+    ) -> None:
+        """Write the logits of this rank's words into those of all words."""
+        assert isinstance(head, Head)
+        tp = self.local.coordinates["tp"]
+        own = Cut.of(self.shape.vocab, self.layout.tp, tp)
+        width = own.stop - own.start  # the columns after them are padding
+        every[..., own.start : own.stop] = head.logits(x)[..., :width]
+
+    def _first_of(self, stage: int) -> int:
+        """The first rank of a stage."""
+        places = map(self.layout.mesh.coordinates, range(self.layout.ranks))
+        return next(
+            rank
+            for rank, place in enumerate(places)
+            if place.get("pp", 0) == stage
+        )

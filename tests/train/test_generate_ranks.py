@@ -1,0 +1,89 @@
+"""Ranks that share a model over tp and pp write what transformers writes on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hub_models import saved, theirs
+from phalanx.cli import main
+from phalanx.comm import World, launch
+from phalanx.generate import Sampling
+from phalanx.layout import Layout
+from phalanx.train.text import open_shared_generator
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+GREEDY = Sampling(temperature=0)
+Capture = pytest.CaptureFixture[str]
+
+
+def written(world: World, source: str, layout: Layout) -> list[list[int]]:
+    """The greedy tokens of two prompts, one after the other."""
+    generator = open_shared_generator(world, source, layout)
+    prompts = PROMPT, PROMPT[:3]
+    return [
+        [token for (token,) in generator.generate(prompt, 8, GREEDY)]
+        for prompt in prompts
+    ]
+
+
+def by_transformers(model: Any, prompt: list[int]) -> list[int]:
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    whole = model.generate(torch.tensor([prompt]), max_new_tokens=8, **options)
+    tokens: list[int] = whole[0, len(prompt) :].tolist()
+    return tokens
+
+
+# A tied embedding with learned positions; shared keys; windows and softcaps; experts;
+# latents; sinks. The vocabulary of 61 words does not divide.
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "gemma2", "mixtral", "deepseek_v3", "gpt_oss"]
+)
+def test_ranks_write_what_transformers_writes(
+    name: str, tmp_path: Path
+) -> None:
+    model = theirs(name)
+    source = f"hf:{saved(model, tmp_path / 'hub')}"
+    wanted = [by_transformers(model, p) for p in (PROMPT, PROMPT[:3])]
+    for text in ("tp2", "pp2", "tp4", "tp2 pp2"):
+        layout = Layout.parse(text)
+        found = launch(
+            written, layout.ranks, source, layout, backend="threads"
+        )
+        assert found == [wanted] * layout.ranks, text
+
+
+def test_the_command_starts_the_ranks_and_prints_one_text(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    model = "model={layers=2,hidden=16,heads=2,ffn=32,vocab=256}"
+    sizes = ["steps=2", "batch=4", "sequence=16", "validation.batches=0"]
+    out, layout = f"out={tmp_path}/run", "layout=dp2 pp2 zero1"
+    terms = [model, *sizes, out, layout, "--backend", "threads"]
+    assert main(["train", *terms]) == 0
+    capsys.readouterr()
+    words = ["sample", f"{tmp_path}/run", "--prompt", "de", "--tokens", "6"]
+    words += ["--temperature", "0", "--samples", "2", "--json"]
+    assert main(words) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*words, "--layout", "run"]) == 0
+    assert json.loads(capsys.readouterr().out) == alone
+    assert main(words[:-1]) == 0
+    shown = capsys.readouterr().out
+    assert main([*words[:-1], "--layout", "tp2"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"), [("dp2 tp2", "Write tp2"), ("tp2 x", "'x'")]
+)
+def test_layouts_that_do_not_share_a_model_are_refused(
+    layout: str, named: str, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = saved(theirs("llama"), tmp_path / "hub")
+    assert main(["sample", f"hf:{folder}", "--layout", layout]) == 2
+    assert named in capsys.readouterr().err
