@@ -377,3 +377,21 @@ def test_a_loss_scale_that_would_spoil_the_first_step_is_lowered() -> None:
         replace(setting_of(SHAPES["olmo"]), scaling=(1.0, 1)).precision.compute
         == torch.float64
     )
+
+
+# ---- what no step reached
+
+
+def test_a_float16_comparison_without_an_overflow_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One step is not enough: the loss scale is chosen so that the first one does not overflow."""
+    words = ["verify", "--dtype", "float16", "--layouts", "dp2"]
+    for steps, missing in (("1", True), ("3", False)):
+        assert main([*words, "--steps", steps]) == 0
+        text = capsys.readouterr().out
+        assert ("Not covered: a step of float16 that overflows" in text) is (
+            missing
+        )
+    (exact,) = verdicts("dp2", steps=1)
+    assert (exact.covered, exact.not_covered) == ("", "")

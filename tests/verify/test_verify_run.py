@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from importlib import import_module as module
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -37,6 +38,7 @@ from phalanx.verify.run_trial import (
     plain_rate,
     resumed_layout,
     run_trial,
+    small_own,
     verify_run,
 )
 from phalanx.verify.verify import truth_of, with_overflow
@@ -249,6 +251,23 @@ def test_a_run_in_float16_has_steps_that_overflow_and_one_after_them(
     skipped = [not isfinite(norm) for norm in norms]
     assert skipped.index(True) < STEPS - 1
     assert skipped.count(False) >= 2
+
+
+def test_a_run_in_float16_without_a_safe_loss_scale_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is never claimed that a step has overflowed."""
+    words = "verify", MODEL, "batch=16", "layout=dp2 fp16"
+    assert main([*words]) == 0
+    found = capsys.readouterr().out
+    assert "; a step of float16 that overflows and is skipped." in found
+    assert "Not covered" not in found
+    # no scale is tried
+    with swapped(module("phalanx.verify.verify"), "_SCALES", ()):
+        assert main([*words]) == 0
+    found = capsys.readouterr().out
+    assert "Not covered: a step of float16 that overflows" in found
+    assert "; a step of float16 that overflows and is skipped." not in found
 
 
 def test_clipping_is_at_work_in_some_steps_and_an_epoch_ends_within_them(
@@ -500,3 +519,40 @@ def test_a_class_of_ones_own_is_stopped_and_resumed_too(
     with without_moments():
         (wrong,) = islice(verify_run(trial), 1)
     assert "step 3: the weight of" in wrong.first_difference
+
+
+LARGE = {
+    "model_type": "granite", "hidden_size": 4096, "intermediate_size": 12800,
+    "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 49159, "max_position_embeddings": 131072, "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22, "attention_multiplier": 0.0078125, "logits_scaling": 16.0,
+    "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def test_a_model_in_transformers_code_is_compared_in_a_small_form(
+    tmp_path: Path,
+) -> None:
+    """Eight billion weights, of which only the configuration is there."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    words = (f"model=hf:{tmp_path}", "batch=8", "steps=9")
+    run = Run.parse("", "run", (*words, "layout=tp2 seq zero1 bf16"))
+    shape = shape_of(run)
+    chosen = run.layout_of(shape)
+    assert chosen is not None
+    trial = run_trial(run, shape, chosen, str(tmp_path / "out"))
+    few = shape_of(trial.run)
+    assert (few.layers, few.hidden, few.vocab) == (3, 128, 257)
+    assert "3 of 40 blocks, every kind of them" in trial.covered
+    found = [*verify_run(trial)]
+    assert [verdict.passed for verdict in found] == [True, True], found
+
+
+def test_a_small_form_that_transformers_refuses_is_not_used(
+    tmp_path: Path,
+) -> None:
+    """An activation that transformers does not have."""
+    table = LARGE | {"hidden_act": "square root"}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    run = Run.parse("", "run", (f"model=hf:{tmp_path}",))
+    assert small_own(run, str(tmp_path)) == ""

@@ -71,6 +71,7 @@ class Verified:
             "passed": passed,
             "failed": len(self.compared) - passed,
             "cannot_fit": len(self.verdicts) - len(self.compared),
+            "not_covered": [*self.not_covered],
         }
 
     @property
@@ -87,8 +88,20 @@ class Verified:
             f" in {self.dtype}; largest relative error {worst:.1e}."
         ) + f" {apart} cannot fit and were not compared." * bool(apart)
 
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        """The cases that the compared steps should have reached and did not."""
+        every = (v.not_covered for v in self.verdicts if v.not_covered)
+        return tuple(dict.fromkeys(every))
+
+    @property
+    def text(self) -> str:
+        """The summary, followed by a line for each case that is not covered."""
+        missing = (f"Not covered: {case}." for case in self.not_covered)
+        return "\n".join([self.summary, *missing])
+
     def __str__(self) -> str:
-        return "\n".join([*map(verdict_text, self.verdicts), self.summary])
+        return "\n".join([*map(verdict_text, self.verdicts), self.text])
 
     __repr__ = __str__  # shown by notebooks
 
@@ -275,10 +288,14 @@ def verify_run(
         for verdict in verdicts(trial, late_worlds if on_cpu else None):
             show(verdict)
             found.append(verdict)
-    dtype = trial.layout.precision
-    seconds = real_seconds(run, shape)
+    covered = [*trial.covered, *(v.covered for v in found if v.covered)]
     return VerifiedRun(
-        shape.name, dtype, tuple(found), trial.covered, trial.left_out, seconds
+        shape.name,
+        trial.layout.precision,
+        tuple(found),
+        tuple(covered),
+        trial.left_out,
+        real_seconds(run, shape),
     )
 
 

@@ -39,7 +39,7 @@ def refuse_different(run: Run, layout: Layout) -> None:
     found: VerifiedRun
     (found,) = launch(_verified, 1, chosen, apart=True)
     if found.passed:
-        progress(found.summary)
+        progress(found.text)
         return
     wrong = next(verdict for verdict in found.compared if not verdict.passed)
     raise RunDiffers(

@@ -212,7 +212,7 @@ def run(argv: list[str]) -> int:
             ".svg": lambda v: verified_svg(title, v, WIDE),
         }
         write(args.out, formats, found.verdicts)
-    result(args, found.figures, found.summary)
+    result(args, found.figures, found.text)
     return 0 if found.passed else 1 if found.compared else 2
 
 
@@ -232,7 +232,7 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
         load_run(args.words),
         show=lambda verdict: progress(verdict_text(verdict)),
     )
-    result(args, found.figures, found.summary)
+    result(args, found.figures, found.text)
     return 0 if found.passed else 1
 
 

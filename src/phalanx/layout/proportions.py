@@ -124,15 +124,21 @@ def _own_model(own: str) -> str | dict[str, str]:
     return {CLASS: own} if own.startswith(HUB) else own
 
 
-def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
-    """The run with a small model and layout, and few steps over its whole schedule."""
-    # A user's own class keeps the sizes that it is created with.
-    small = (
-        replace(shape, sequence=min(TOKENS, shape.sequence))
-        if run.own
-        else None
-    )
-    small, few = small or small_shape(shape), small_layout(layout)
+def small_run(
+    run: Run,
+    shape: Shape,
+    layout: Layout,
+    out: str,
+    own: str = "",
+) -> Run:
+    """The run with a small model and layout, and few steps over its whole schedule.
+
+    `own` names the small form of a model by its own code; without it, it keeps the
+    sizes that it is created with.
+    """
+    short = replace(shape, sequence=min(TOKENS, shape.sequence))
+    small = short if run.own else small_shape(shape)
+    few = small_layout(layout)
     o, steps = run.optimizer, run.steps
     # The learning-rate schedule in proportion to the steps that are left.
     warmup = ceil(o.warmup_steps * STEPS / steps)
@@ -151,7 +157,7 @@ def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
     }
     return replace(
         run,
-        model=_own_model(run.own) or table | {"batch": batch},
+        model=_own_model(own or run.own) or table | {"batch": batch},
         layout=str(few),
         # The layout's text has the precision already.
         precision="",

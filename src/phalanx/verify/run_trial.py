@@ -10,6 +10,7 @@ stopped. Its learning rate is computed here from the run's keys.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -25,10 +26,19 @@ from torch import Tensor
 
 from ..comm import CommError, World
 from ..layout import Layout, LayoutError, Shape
-from ..layout.choices import FP16, FP64, THREADS
+from ..layout.choices import FP64, THREADS
 from ..layout.journal import read_journal
-from ..layout.proportions import STEPS, small_run
+from ..layout.families import hub_config
+from ..layout.proportions import (
+    STEPS,
+    TOKENS,
+    WORDS,
+    small_run,
+)
 from ..layout.run import OptimizerChoice, Run
+from ..layout.shape import HUB
+from ..layout.small_config import small_config
+from ..parallel import load_model
 from ..train.data.batches import Batches
 from ..train.lock import hold_run
 from ..train.loop import train
@@ -103,14 +113,18 @@ class NumberedBatches:
 
 
 def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
-    """Return the scaled-down form of a run, with its data below `out`. A user's class
-    keeps its sizes."""
+    """Return the scaled-down form of a run, with its data below `out`.
+
+    A user's class keeps its sizes, and so does a model in transformers' code if
+    transformers refuses a smaller configuration.
+    """
     if run.loss:
         raise LayoutError(
             f"verify compares no run with loss = {run.loss!r} yet. tests/train/test_dpo.py compares it with"
             " the formula, in every kind of layout."
         )
-    small = small_run(run, shape, layout, out)
+    own = small_own(run, out)
+    small = small_run(run, shape, layout, out, own)
     few = shape_of(small)
     size = few.batch
     path = Path(out, "documents")
@@ -127,7 +141,7 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
         "clipping that is at work in some steps" if o.clip else "no clipping",
         f"the layout as {chosen}",
         f"{run.own} in its own sizes"
-        if run.own
+        if run.own and not own
         else f"{few.layers} of {shape.layers} blocks, every kind of them",
         "masks between documents"
         if run.document_masks
@@ -136,8 +150,6 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
         if run.packing
         else "the packing of its kind of data",
         "an epoch's end",
-        *["a loss scale that overflows in some steps"]
-        * (chosen.precision == FP16),
         f"a stop after step {STOPPED} and a resume as {str(resumed) or 'one rank'}",
         f"the journal's loss, norm, rate, tokens{', FLOPs' * (not run.own)} and validation",
     ]
@@ -149,11 +161,32 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
         "its own text and its order: documents of random tokens have their lengths",
         "weights that are loaded",
         f"sequences of {run.tokens(shape):,} tokens"
-        if run.own
+        if run.own and not own
         else f"widths, {shape.vocab:,} words, and sequences of {run.tokens(shape):,} tokens",
     ]
     left_out += ["its named stages"] * bool(layout.stages)
     return RunTrial(small, chosen, resumed, tuple(covered), tuple(left_out))
+
+
+def small_own(run: Run, out: str) -> str:
+    """Write a small form of a model in transformers' code below `out`, and return its
+    name.
+
+    Return "" for other models, and if transformers refuses the small configuration.
+    """
+    if not run.own.startswith(HUB):
+        return ""
+    table, _ = hub_config(run.own.removeprefix(HUB))
+    folder = Path(out, "model")
+    folder.mkdir(parents=True)
+    config = small_config(table, WORDS, TOKENS)
+    (folder / "config.json").write_text(json.dumps(config))
+    name = f"{HUB}{folder}"
+    try:
+        load_model(name)
+    except LayoutError:
+        return ""
+    return name
 
 
 def resumed_layout(layout: Layout) -> Layout:

@@ -86,7 +86,8 @@ class Verdict:
     `cannot_fit`: no recomputation meets the limit of its `recompute:fit`, so nothing
     was compared. `of_allowed` is the largest error as a share of the allowed one.
     `against` says how one process computes a user's model: by its class's forward, or
-    by its pieces.
+    by its pieces. `covered` and `not_covered` name a case that the steps reached, or
+    should have reached and did not.
     """
 
     layout: str
@@ -97,6 +98,8 @@ class Verdict:
     cannot_fit: bool = False
     of_allowed: float = 0.0
     against: str = ""
+    covered: str = ""
+    not_covered: str = ""
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,7 @@ def with_loss_scale(make: Callable[[], Model], setting: Setting) -> Setting:
     return replace(setting, scaling=(first, patience))
 
 
+OVERFLOW = "a step of float16 that overflows and is skipped"
 # Of a unit in a loss scale, and how far scales beside it must show the same overflows.
 # These are exact in float32, which torch has its scale in.
 _SCALES = (1.0, 1.25, 1.375, 1.75)
@@ -423,9 +427,26 @@ def judge(
     first = "; ".join((*unequal[:1], *got.breaches[:1]))
     worst = max(d.error for d in differences)
     share = max(d.error / d.allowed for d in differences if d.allowed)
+    covered, missing = _overflow(truth.trace, setting)
     return Verdict(
-        str(layout), layout.ranks, not first, worst, first, of_allowed=share
+        str(layout),
+        layout.ranks,
+        not first,
+        worst,
+        first,
+        of_allowed=share,
+        covered=covered,
+        not_covered=missing,
     )
+
+
+def _overflow(trace: Trace, setting: Setting) -> tuple[str, str]:
+    """Return what is covered, and what is not: in float16 a step that overflows."""
+    if setting.precision.compute != torch.float16:
+        return "", ""
+    if all(math.isfinite(step.norm) for step in trace.steps):
+        return "", f"{OVERFLOW}, since no step of the one process overflowed"
+    return OVERFLOW, ""
 
 
 def modules_differ(
