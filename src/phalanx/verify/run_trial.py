@@ -27,8 +27,8 @@ from torch import Tensor
 from ..comm import CommError, World
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import FP64, THREADS
-from ..layout.journal import read_journal
 from ..layout.families import hub_config
+from ..layout.journal import read_journal
 from ..layout.proportions import (
     STEPS,
     TOKENS,
