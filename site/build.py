@@ -40,6 +40,7 @@ from phalanx.draw.page import frame
 HERE = Path(__file__).parent
 TREE = HERE.parent
 SOURCE = TREE / "src" / "phalanx"
+LAB = TREE / "lab" / "src" / "phalanx_lab"
 PYODIDE = "314.0.7"
 SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
 RUNTIME = (
@@ -104,7 +105,8 @@ def formulas(out: Path) -> Path:
 
 
 def playground(out: Path, costs: Path) -> None:
-    """Write the page and, packed into scripts, every file that it needs."""
+    """Write the playground, the exercises and, packed into scripts, every file that
+    these pages need."""
     files = runtime() | {
         "phalanx.zip": package(),
         "costs.json": costs.read_bytes(),
@@ -121,28 +123,40 @@ def playground(out: Path, costs: Path) -> None:
     loaded = "".join(
         f'<script src="files/{name}.js"></script>\n' for name in files
     )
-    style = f"<style>\n{(HERE / 'playground.css').read_text()}</style>"
-    script = f"<script>\n{(HERE / 'playground.js').read_text()}</script>"
-    body = (
-        style,
-        navigation(),
-        (HERE / "playground.html").read_text(),
-        loaded,
-        script,
+    for name, title in {
+        "playground": "phalanx playground",
+        "exercises": "phalanx exercises",
+    }.items():
+        (out / f"{name}.html").write_text(
+            _interactive(name, title, loaded), encoding="utf-8"
+        )
+
+
+def _interactive(name: str, title: str, loaded: str) -> str:
+    """Return a page that runs Python: its HTML, the shared style, and its script."""
+    scripts = "\n".join(
+        (HERE / file).read_text() for file in ("python.js", f"{name}.js")
     )
-    page = frame("phalanx playground", *body)
+    body = (
+        f"<style>\n{(HERE / 'playground.css').read_text()}</style>",
+        navigation(),
+        (HERE / f"{name}.html").read_text(),
+        loaded,
+        f"<script>\n{scripts}</script>",
+    )
+    page = frame(title, *body)
     policy = f'http-equiv="Content-Security-Policy" content="{_POLICY}"'
     page, count = re.subn(
         'http-equiv="Content-Security-Policy" content="[^"]*"', policy, page
     )
     assert count == 1
-    (out / "playground.html").write_text(page, encoding="utf-8")
+    return page
 
 
 def package() -> bytes:
     """Return the part of phalanx that needs no torch, and the code that answers the
     page, as a zip file."""
-    paths = {SOURCE / "__init__.py": "phalanx/__init__.py"}
+    paths = {path: f"phalanx/{path.name}" for path in SOURCE.glob("*.py")}
     for name in PACKAGES:
         for path in sorted((SOURCE / name).rglob("*")):
             if path.is_file() and path.suffix in (
@@ -153,6 +167,8 @@ def package() -> bytes:
                 ".js",
             ):
                 paths[path] = f"phalanx/{path.relative_to(SOURCE)}"
+    for name in ("__init__.py", "exercises.py", "exercises.toml"):
+        paths[LAB / name] = f"phalanx_lab/{name}"
     paths |= {HERE / name: name for name in ("formula.py", "play.py")}
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
@@ -187,7 +203,7 @@ def runtime() -> dict[str, bytes]:
 def navigation(up: str = "") -> Html:
     links = {
         "index.html": "phalanx", "playground.html": "playground", "docs/index.html": "documentation",
-        "lab.html": "lecture", "wall.html": "verification wall",
+        "lab.html": "lecture", "exercises.html": "exercises", "wall.html": "verification wall",
     }  # fmt: skip
     items = [tag("a", name, href=f"{up}{to}") for to, name in links.items()]
     return tag(

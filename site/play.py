@@ -39,6 +39,7 @@ from phalanx.plan.link import cluster, clusters
 from phalanx.plan.local import profile_for
 from phalanx.plan.step import Choice, Pricer, Request
 from phalanx.program import Program, build, faults, simulate
+from phalanx_lab import exercises
 
 _MOST = 20_000  # most operations of a step that is drawn
 # candidate layouts tried, and shown, to find some that fit
@@ -68,16 +69,34 @@ class Playground:
     def choices(self) -> str:
         """Return the entries of the page's lists."""
         machines = [name for name, each in clusters().items() if not each.size]
+        tasks = [
+            {
+                "name": each.name,
+                "task": each.task,
+                "start": each.start,
+                "chapter": each.chapter,
+            }
+            for each in exercises.exercises().values()
+        ]
         return json.dumps(
-            {"shapes": Shape.names(), "devices": [*machines, *devices()]}
+            {
+                "shapes": Shape.names(),
+                "devices": [*machines, *devices()],
+                "exercises": tasks,
+            }
         )
 
     def answer(self, text: str) -> str:
         """Answer a JSON request with JSON: either `error`, or everything that is
         shown."""
         self.rest = iter(())
+        asked = json.loads(text)
         try:
-            shown = self._answer(Asked(**json.loads(text)))
+            shown = (
+                _checked(**asked)
+                if "exercise" in asked
+                else self._answer(Asked(**asked))
+            )
         except ValueError as error:  # of a layout, shape, device or program
             shown = {"error": str(error)}
         return json.dumps(shown)
@@ -125,6 +144,13 @@ class Playground:
             "memory": _memory(choice.memory, request.hardware.memory),
             "step": _step(request, choice),
         }
+
+
+def _checked(*, exercise: str, answer: str) -> dict[str, Any]:
+    """The verdict on an answer to the exercise of this name."""
+    verdict = exercises.exercise(exercise).check(answer)
+    page = _page(verdict.picture) if verdict.picture else ""
+    return {"right": verdict.right, "words": verdict.words, "page": page}
 
 
 def _page(picture: Picture) -> str:

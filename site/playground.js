@@ -11,21 +11,8 @@
   const own = Object.assign({}, DEFAULTS);
   let number = 0, worker = null, timer = 0;
 
-  // ---- files, which stand in scripts beside this one, as a page from a disk may fetch nothing
-  async function unpacked(text) {
-    const raw = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-    const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream("gzip"));
-    return new Uint8Array(await new Response(stream).arrayBuffer());
-  }
-
   async function start() {
-    const names = Object.keys(window.FILES);
-    const files = Object.fromEntries(await Promise.all(names.map(async (n) => [n, await unpacked(window.FILES[n])])));
-    const code = new Blob([files["worker.js"]], { type: "text/javascript" });
-    worker = new Worker(URL.createObjectURL(code));
-    worker.onmessage = ({ data }) => heard(data);
-    worker.onerror = (event) => failed(event.message);
-    worker.postMessage({ files });
+    worker = await startPython(heard, failed);
     ask();
   }
 
@@ -58,7 +45,6 @@
 
   // ---- answers
   function heard(data) {
-    if (data.failed) return failed(data.failed);
     if (data.ready) return filled(data.ready);
     if (data.number !== number) return undefined;
     if ("fits" in data) return near(data.fits ? [data.fits] : [], true);
@@ -113,12 +99,6 @@
     $("picture").srcdoc = answer.page + TALL;
   }
 
-  // The picture stands in a frame that can reach nothing; it says how tall it is.
-  const TALL = "<script>new ResizeObserver(() => parent.postMessage({ tall: document.documentElement.offsetHeight }, '*')).observe(document.body)</" + "script>";
-  window.addEventListener("message", ({ data, source }) => {
-    if (source === $("picture").contentWindow && data.tall > 0) $("picture").style.height = `${Math.min(data.tall + 8, 20000)}px`;
-  });
-
   function filled({ shapes, devices }) {
     for (const [id, names] of [["shape", shapes], ["device", devices]]) {
       $(id).replaceChildren(...names.map((name) => new Option(name, name)));
@@ -147,6 +127,7 @@
   });
   window.addEventListener("hashchange", () => { fromAddress(); ask(); });
   $("examples").append(...EXAMPLES.map(chip));
+  fitFrame($("picture"));
   fromAddress();
   start().catch((error) => failed(String(error)));
 })();

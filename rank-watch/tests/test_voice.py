@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -62,6 +65,20 @@ def test_a_voice_that_nobody_hears_blocks_nobody_and_is_heard_later(
     assert heard.count(b"rank-watch: line ") < 100
     os.close(reads)
     os.close(writes)
+
+
+def test_a_voice_of_a_process_with_many_open_files_is_heard() -> None:
+    """`select` takes no file numbered 1,024 or above."""
+    reads, writes = full_pipe()
+    high = fcntl.fcntl(writes, fcntl.F_DUPFD, 1500)
+    voice = Voice("rank-watch", high)
+    voice.say("a line")
+    assert not voice.flush(0.01)
+    while os.read(reads, 1 << 20).endswith(b"x"):
+        pass
+    assert voice.flush(10)
+    for file in (reads, writes, high):
+        os.close(file)
 
 
 def test_a_voice_into_a_closed_pipe_is_silent() -> None:
@@ -227,3 +244,18 @@ def test_a_position_is_left_as_it_was_by_a_watcher_that_was_killed() -> None:
     assert first.longest == 90.0
     assert WatchedRank(entry, "a").longest == 90.0
     positions.close("ended")
+
+
+def test_ranks_that_are_threads_leave_no_open_files() -> None:
+    def opened() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before, others = opened(), set(threading.enumerate())
+    for _ in range(5):
+        positions = Positions(0)
+        positions.close("ended")
+        for thread in set(threading.enumerate()) - others:
+            thread.join(10)
+    del positions, thread
+    assert opened() <= before

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,10 +80,13 @@ print(json.dumps([said, later]))
 
 
 def asked(costs: Path, *texts: str) -> Any:
-    """What the page is answered, in a process that has none of the large packages."""
-    paths = [str(path) for path in (build.HERE, build.TREE / "src")]
+    """What the page is answered, in a process that has the page's files and none of the
+    large packages."""
+    packed = costs.parent / "packed"
+    with zipfile.ZipFile(io.BytesIO(build.package())) as archive:
+        archive.extractall(packed)
     done = subprocess.run(
-        [sys.executable, "-c", ASK, str(costs), *texts], env={"PYTHONPATH": ":".join(paths)},
+        [sys.executable, "-c", ASK, str(costs), *texts], env={"PYTHONPATH": str(packed)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
@@ -131,3 +136,21 @@ def test_answers_are_those_of_plan_and_need_neither_torch_nor_numpy(
         assert (
             Pricer(request).choose(Layout.parse(layout)).bytes <= request.room
         )
+
+
+def test_exercises_are_checked_without_torch_and_numpy(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text("{}")
+    deadlock = "rank 0: F0 B0 F1 B1\nrank 1: F0 F1 B0 B1"
+    answers = [
+        {"exercise": "deadlock", "answer": deadlock},
+        {"exercise": "bubble", "answer": "27.3"},
+        {"exercise": "nothing", "answer": "1"},
+    ]
+    (wrong, right, unknown), later = asked(costs, *map(json.dumps, answers))
+    assert not wrong["right"]
+    assert "rank 0 waits at 0B0" in wrong["words"]
+    assert right["right"]
+    assert "makespan" in right["page"]
+    assert "nothing" in unknown["error"]
+    assert later == []

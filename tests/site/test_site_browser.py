@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, needs_chromium]
 
 PAGES = (
     "index.html", "docs/index.html", "docs/planning.html", "docs/glossary.html", "wall.html",
-    "lab.html", "playground.html", "step.html", "picture.html", "report.html",
+    "lab.html", "playground.html", "exercises.html", "step.html", "picture.html", "report.html",
 )  # fmt: skip
 ANSWERED = "document.getElementById('state').textContent.endsWith('ms')"
 SHOWN = "document.getElementById('picture').srcdoc.includes('makespan')"
@@ -94,6 +94,8 @@ def show(tab: Tab, site: Path, name: str, **how: Any) -> None:
     tab.open(f"{(site / name).as_uri()}?{sorted(how.items())}", **how)
     if name == "playground.html":
         tab.wait(SHOWN, 120)
+    if name == "exercises.html":
+        tab.wait(READY, 120)
 
 
 def test_a_request_of_a_page_or_its_worker_would_be_seen(
@@ -167,6 +169,34 @@ def test_text_in_a_link_is_shown_and_never_run(
         assert "<" in text_of(tab, "wrong") or "<" in text_of(tab, "verdict")
     assert tab.js("document.images.length") == 0
     assert tab.js("document.title") == "phalanx playground"
+
+
+# ---- the exercises
+
+READY = "!document.getElementById('exercise').hidden"
+
+
+def test_an_exercise_is_answered_and_its_link_restores_the_answer(
+    site: Path, tab: Tab
+) -> None:
+    page = (site / "exercises.html").as_uri()
+    tab.open(f"{page}?a#exercise=deadlock")
+    tab.wait(READY, 120)
+    assert "waits for the other" in text_of(tab, "task")
+    check = "document.querySelector('#exercise button[type=submit]').click()"
+    tab.js(check)
+    tab.wait("document.getElementById('verdict').className === 'bad'")
+    wrong = text_of(tab, "verdict")
+    assert "rank 0 waits at 0B0" in wrong
+    hash_ = tab.js("location.hash")
+    type_in(tab, "answer", "rank 0: F0 F1 B0 B1\nrank 1: F0 F1 B0 B1")
+    tab.js(check)
+    tab.wait("document.getElementById('verdict').className === 'good'")
+    tab.wait("!document.getElementById('picture').hidden")
+    assert "\u2713 deadlock" in text_of(tab, "list")
+    tab.open(f"{page}?b{hash_}")
+    tab.wait("document.getElementById('verdict').className === 'bad'", 120)
+    assert text_of(tab, "verdict") == wrong
 
 
 # ---- every kind of page

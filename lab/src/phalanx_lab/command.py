@@ -6,6 +6,7 @@ experiments, runs them on real ranks and checks them, or writes them as a page.
   phalanx lab pipeline --backend gloo    the same with a process for each rank
   phalanx lab all --html lab.html        runs all, writes one page
   phalanx lab zero-3 -v                  shows every step and every claim
+  phalanx lab exercise                   lists twenty exercises, checks your answers
 
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage.
 """
@@ -15,10 +16,13 @@ from phalanx.cli.parser import Parser, whole
 from phalanx.cli.usage import UsageError, print_json, result, save, say
 from phalanx.layout.choices import GLOO, THREADS
 
+from . import exercise_command
 from .catalogue import NAMES, Size, experiment, listing
 
 
 def run(argv: list[str]) -> int:
+    if argv[:1] == ["exercise"]:
+        return exercise_command.run(argv[1:])
     default = Size()
     parser = Parser(__doc__)
     add = parser.add

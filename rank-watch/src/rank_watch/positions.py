@@ -17,6 +17,7 @@ import signal
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -97,6 +98,8 @@ class Positions:
             _nameless(f"rank-watch-{what}-{rank}", n)
             for what, n in sizes.items()
         ]
+        # Ranks that are threads come and go in one process, which may open few files.
+        weakref.finalize(self, _close, self._files)
         self._map = mmap.mmap(
             self._files[0], SIZE
         )  # -1: no other process can read it
@@ -291,6 +294,12 @@ def _nameless(name: str, size: int) -> int:
     file = os.memfd_create(name)
     os.ftruncate(file, size)
     return file
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        if file >= 0:
+            os.close(file)
 
 
 def _answer_with_stacks(file: int) -> None:

@@ -284,13 +284,22 @@ def _stream(pid: int, number: int) -> str:
     return ""
 
 
+def accepts(file: int, milliseconds: int | None = None) -> bool:
+    """Wait until a stream accepts data or has lost its reader; return False if the time
+    is over first."""
+    # Not `select`, which refuses a file numbered 1,024 or above.
+    poll = select.poll()
+    poll.register(file, select.POLLOUT)
+    return bool(poll.poll(milliseconds))
+
+
 def _is_full(pid: int, number: int) -> bool:
     """True if an output stream accepts no more data at present."""
     with suppress(OSError):
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         file = os.open(f"/proc/{pid}/fd/{number}", flags)
         try:
-            return not select.select([], [file], [], 0)[1]
+            return not accepts(file, 0)
         finally:
             os.close(file)
     return False

@@ -5,11 +5,11 @@ The ranks' own output goes there too, so this is exactly when a watcher is neede
 """
 
 import os
-import select
 import threading
 from collections import deque
 from contextlib import suppress
 
+from .processes import accepts
 from .untrusted import one_line
 
 _MOST = 64  # maximum texts kept while nobody reads
@@ -61,4 +61,4 @@ class Voice:
                 left = left[os.write(self.file, left) :]
             # somebody has made the stream non-blocking for all its users
             except BlockingIOError:
-                select.select([], [self.file], [])
+                accepts(self.file)
