@@ -51,10 +51,14 @@ def facts_of(
     """Return the settings and file digests that must be equal on all ranks, by name,
     except the data's."""
     table, sizes = asdict(run), asdict(shape)
+    # Paths of these may differ between hosts; their contents are compared
+    # below.
     for name in ("model", "data", "machine"):
         del table[name]
+    # Compared as the values in use, which a run file may leave out.
     for name in ("batch", "sequence"):
         del sizes[name]
+    # One folder for all ranks, however each of them names it.
     table["out"] = os.path.abspath(run.out)
     if run.checkpoint.dir:
         table["checkpoint"]["dir"] = os.path.abspath(run.checkpoint.dir)
@@ -64,6 +68,8 @@ def facts_of(
         "batch": str(shape.batch),
         "sequence": str(run.tokens(shape)),
     }
+    # Names, shapes and dtypes: weights that differ would not fit each other's
+    # messages.
     weights = [
         f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()
     ]
@@ -117,6 +123,8 @@ def agreed_data(group: Group, corpora: Sequence[Corpus]) -> list[SourceRecord]:
     Collective. Of the ranks of a host that opened the same files, the first computes
     the digests. Every rank then compares those of all hosts.
     """
+    # Hosts with a shared file system see the same files, but compare their own
+    # view.
     opened = exchange(group, _opened(corpora))
     # leaders[rank]: the rank that computes the digests of `rank`'s files
     leaders = [opened.index(each) for each in opened]
@@ -124,11 +132,13 @@ def agreed_data(group: Group, corpora: Sequence[Corpus]) -> list[SourceRecord]:
     if leaders[group.rank] == group.rank:
         try:
             text = json.dumps(table_of(describe(corpora)))
+        # Sent in place of the records, so that no rank waits for this one.
         except DataError as error:
             wrong, text = error, json.dumps({FAILED: str(error)})
     texts = exchange(group, text)
     if wrong is not None:
         raise wrong
+    # Only leaders have sent a text.
     made = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
     lines = [
         f"rank {rank} could not begin: DataError: {table[FAILED]}"
@@ -152,6 +162,7 @@ def _opened(corpora: Sequence[Corpus]) -> str:
     """Return a digest that is equal on ranks of one host that opened the same files."""
     opened: list[object] = [_boot()]
     for corpus in corpora:
+        # Without the name: one host may reach the same files by another path.
         opened.append(asdict(replace(corpus.record, name="")))
         for _, path in corpus.files:
             try:
@@ -182,6 +193,8 @@ def _data_facts(records: Sequence[SourceRecord]) -> dict[str, str]:
         for file in record.files:
             content = f"{file.size:,} bytes {file.digest}"
             content += f" of {file.blocks:,} blocks" if file.blocks else ""
+            # Files with roles are compared one by one, so that the message
+            # names the file.
             if file.role:
                 facts[f"{name}: {file.role}"] = content
             else:

@@ -119,6 +119,8 @@ class Saver:
     def save(self, progress: Progress) -> tuple[Saved, ...]:
         """Start a save after finishing the previous one. Unless asynchronous, also
         finish it."""
+        # One save at a time: the host's buffers and the hidden folder belong
+        # to it.
         before = self.finish()
         hidden = self.folder / f"{SAVING}{progress.step:08}"
         try:
@@ -138,7 +140,10 @@ class Saver:
         if self.pending is None:
             return ()
         waiting = torch.tensor(
-            [int(self.pending.thread.is_alive())], device=self.group.device
+            # The sum over ranks is 0 when the threads of all of them have
+            # ended.
+            [int(self.pending.thread.is_alive())],
+            device=self.group.device,
         )
         self.group.all_reduce(waiting)
         return () if int(waiting) else self._go_on(self.pending)
@@ -147,6 +152,7 @@ class Saver:
         """Wait for the save in progress and return its outcome."""
         decided: tuple[Saved, ...] = ()
         while self.pending is not None:
+            # Otherwise `run` has done the work already.
             if self.asynchronous:
                 self.pending.thread.join()
             decided = self._go_on(self.pending)
@@ -155,8 +161,11 @@ class Saver:
     def _go_on(self, pending: "_Pending") -> tuple[Saved, ...]:
         """Advance a save whose current part has ended on all ranks: commit it on rank
         0, or report its outcome."""
+        # Collective: every rank learns the errors of all and takes the same
+        # branch.
         errors = errors_of(self.group, pending.error)
         if not errors and not pending.committing:
+            # Rank 0 receives what each rank has written, and commits.
             reports = exchange(self.group, pending.result, 0)
             pending.committing, pending.result = True, ""
             if self.group.rank == 0:
@@ -176,6 +185,8 @@ class Saver:
 
     def _decide(self, step: int, errors: list[str], notice: str = "") -> Saved:
         path, error = self.folder / name_of(step), "; ".join(errors)
+        # A folder that somebody deleted is no failure of the disk: training
+        # continues.
         removed = any(text.endswith(GONE) for text in errors)
         if error and self.on_failure == "stop" and not removed:
             raise SaveError(
@@ -197,6 +208,8 @@ class Saver:
         }
         device = self.local.pool.device
         tensors = {title: own for title, (_, own) in numbers.items()}
+        # Training changes the tensors while a thread writes them, so they are
+        # copied first.
         if self.asynchronous or device.type != "cpu":
             for title, own in tensors.items():
                 if (
@@ -204,12 +217,18 @@ class Saver:
                     or self.buffers[title].shape != own.shape
                 ):
                     empty = torch.empty_like(
-                        own, device="cpu", pin_memory=own.is_cuda
+                        # Pinned host memory, which lets copies from a GPU run
+                        # beside it.
+                        own,
+                        device="cpu",
+                        pin_memory=own.is_cuda,
                     )
                     self.buffers[title] = empty
                 tensors[title] = self.buffers[title].copy_(
                     own, non_blocking=True
                 )
+        # Copies are asynchronous on the stream: wait until the last one has
+        # arrived.
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         kept = [
@@ -217,6 +236,7 @@ class Saver:
             for update in self.updates.values()
             for state in update.state.values()
         ]
+        # AdamW counts the steps of each weight; all must have the same count.
         counts = {float(state["step"]) for state in kept if "step" in state}
         assert len(counts) <= 1, (
             f"weights of one rank have had {sorted(counts)} updates"
@@ -238,6 +258,8 @@ def write_own(
 
     A rank that owns no tensors writes no file.
     """
+    # All of this rank's elements are written by others: copies, or another
+    # stage.
     if not tensors:
         return str(manifest)
     file, offsets = write_file(path, tensors)
@@ -313,6 +335,7 @@ def owned(
     Each comes with its manifest entry: the whole tensor with one shard, at offset 0 of
     file 0.
     """
+    # Replica 0 of each unit writes; the other replicas hold the same elements.
     for unit in local.every_unit:
         # A tied weight lives on several stages; the stage that runs the unit's own
         # piece writes it.
@@ -320,6 +343,7 @@ def owned(
             continue
         for entry in unit.entries():
             weight, box = entry.weight, box_of(entry)
+            # Copies along tp are not counted, and padding has no elements.
             if not weight.counted or any(a == b for a, b in box):  # padding
                 continue
             for kind, own in kept_of(unit, entry, updates):
@@ -353,10 +377,13 @@ def kept_of(
     if unit.frozen:
         return
     update = updates[unit.number]
+    # The update's run that contains this entry.
     for run, view in update.every_run:
         if run.start <= entry.offset < run.stop:
             at = entry.offset - run.start
             for kind, kept in update.state.get(view, {}).items():
+                # State of whole elements only: a step count is one number in
+                # the manifest.
                 if (
                     isinstance(kept, Tensor)
                     and kept.shape == view.shape
@@ -405,6 +432,7 @@ def commit(
     Returns problems that occurred after it was published: the checkpoint is complete
     then, and the old ones are still there.
     """
+    # Ranks report their part as a manifest, which is checked like any other.
     parts = [
         Manifest.decode(text, f"rank {rank}")
         for rank, text in enumerate(reports)
@@ -412,19 +440,26 @@ def commit(
     text = str(Manifest.merged(parts))
     # parsed before it is written: an invalid manifest must not be published
     Manifest.parse(text, hidden)
+    # The manifest last, and durably: a folder without it is no checkpoint.
     write_text(hidden / MANIFEST, text, durable=True)
     path = folder / name_of(parts[0].step)
+    # A second save of a step takes the place of the first, which a rename
+    # would not replace.
     replaced = path.with_name(f"{REMOVED}{path.name}")
     if path.exists():
         path.rename(replaced)
+    # The rename publishes the checkpoint, whole.
     try:
         hidden.rename(path)
+    # Bring the earlier one back: no moment without a checkpoint.
     except OSError:
         if replaced.exists():
             replaced.rename(path)
         raise
     problem = "its folder could not be synced to the disk"
     try:
+        # The rename itself is on the disk only now, and only then may old ones
+        # go.
         sync_folder(folder)
         problem = "old checkpoints could not be removed"
         if replaced.exists():
@@ -445,6 +480,7 @@ def prune(
     them.
     """
     there = steps(folder)
+    # Newest first: those before `at` are of later steps.
     at = there.index(newest)
     for later in there[:at]:
         aside = later.with_name(f"{ASIDE}{later.name}")

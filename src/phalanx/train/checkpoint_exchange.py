@@ -62,6 +62,8 @@ def export_weights(
     weights = {
         each.name: each for each in manifest.tensors if each.kind == WEIGHT
     }
+    # Models that transformers' own code runs keep its names and its
+    # configuration.
     own = own_model(manifest)
     if own.startswith(HUB) and families.code_of(own)[0]:
         family, data = "", _tensors_of(load_model(own))
@@ -79,6 +81,8 @@ def export_weights(
                 f"{path}: {other} is not a weight of the built-in decoder. Models of your own have no"
                 " counterpart in Hugging Face."
             )
+        # Numbers of dimensions, by which a family finds its transposed
+        # tensors.
         dims = {
             name: len(each.shape)
             for name, each in weights.items()
@@ -92,10 +96,12 @@ def export_weights(
     # Bias updates of router balancing are lost in 16 bits; Hugging Face keeps it in
     # float32 too.
     wide = torch.promote_types(kind, torch.float32)
+    # A router's bias in float32, everything else in the requested dtype.
     kinds = {
         name: wide if name.endswith(families.BALANCES) else kind
         for name in theirs
     }
+    # Bytes of each tensor of theirs, to divide them into files.
     sizes = [
         sum(math.prod(weights[each].shape) for each in source.packed)
         * kinds[name].itemsize
@@ -112,21 +118,26 @@ def export_weights(
             tensors: dict[str, Tensor] = {}
             for name in shard:
                 source = theirs[name]
+                # Our weights that their tensor packs, with adapters merged.
                 parts = [
                     _merged(reader, each).to(kinds[name])
                     for each in source.packed
                 ]
+                # Rows alternate (gate, up, gate, up, ...) or follow one
+                # another.
                 whole = (
                     torch.stack(parts, 2).flatten(1, 2)
                     if source.alternating
                     else torch.cat(parts)
                 )
+                # One tensor for each expert, where we have one for all.
                 if "*" in name:
                     tensors |= {
                         name.replace("*", str(e)): x
                         for e, x in enumerate(whole.unbind())
                     }
                     continue
+                # (out, in) to (in, out).
                 tensors[name] = (
                     whole.mT.contiguous() if source.transposed else whole
                 )
@@ -136,6 +147,7 @@ def export_weights(
     copied, known = list[str](), dict[str, Any]()
     if begun := begun_with(manifest):
         copied, known = _tokenizer(Path(begun), out)
+    # The model may know more positions than this run used.
     if shape.positions != "learned" and type(known.get("sequence")) is int:
         # the model's own, not that of this run
         shape = replace(shape, sequence=known.pop("sequence"))
@@ -168,6 +180,7 @@ def begun_with(manifest: stored.Manifest) -> str:
     begun = str(run.get("model", "")) if isinstance(run, dict) else ""
     if not begun.startswith(HUB):
         return ""
+    # "hf:OWNER/NAME" or a folder; the cache may have been emptied since.
     try:
         return model_folder(begun.removeprefix(HUB))
     except HubError:  # it is no longer in the cache, and cannot be downloaded
@@ -177,6 +190,7 @@ def begun_with(manifest: stored.Manifest) -> str:
 def _merged(reader: TensorReader, name: str) -> Tensor:
     """Return a whole weight with its LoRA adapter merged."""
     whole, shape = (
+        # The whole weight first, then W + alpha / r B A (Hu et al. 2021).
         reader.whole(reader.tensors[WEIGHT, name]),
         reader.manifest.shape,
     )
@@ -186,6 +200,8 @@ def _merged(reader: TensorReader, name: str) -> Tensor:
     )
     if shape is None or a not in reader.tensors:
         return whole
+    # At least in float32: a product of two 16-bit factors has more digits than
+    # they have.
     wide = torch.promote_types(whole.dtype, torch.float32)
     up, down = (reader.whole(reader.tensors[each]).to(wide) for each in (b, a))
     return (whole.to(wide) + shape.lora_alpha / shape.lora_r * (up @ down)).to(
@@ -211,6 +227,7 @@ def _tokenizer(source: Path, out: Path) -> tuple[list[str], dict[str, Any]]:
     folder = Folder(source, CheckpointError)
     copied = [name for name in TOKENIZER if (source / name).is_file()]
     for name in copied:
+        # "x": a file that exists already is not overwritten.
         with folder.open(name) as read, (out / name).open("xb") as written:
             shutil.copyfileobj(read, written)
     known = folder.json(families.CONFIG, families.LIMIT)
@@ -223,6 +240,7 @@ def _shards(items: Iterable[T], sizes: Iterable[int]) -> Iterator[list[T]]:
     """Group items into runs of about `SHARD` bytes."""
     run, total = list[T](), 0
     for item, size in zip(items, sizes, strict=True):
+        # A tensor larger than `SHARD` has a file of its own.
         if run and total + size > SHARD:
             yield run
             run, total = [], 0
@@ -257,6 +275,8 @@ def export_adapter(
             )
             return whole.to(DTYPES[dtype]) if dtype else whole
 
+        # Adapted layers are in the attention (wq, wk, ...) or the MLP (gate,
+        # up, down).
         parts = {
             each: "attn" if each.startswith("w") else "mlp"
             for each in shape.adapters
@@ -276,11 +296,13 @@ def export_adapter(
             module, *every = (
                 each.removesuffix(".weight") for each in (name, *packed)
             )
+            # Of the layers that theirs packs, only some may have adapters.
             own = [each for each in every if each in names]
             rows = {
                 each: linears[each.rpartition(".")[2]].shape[0]
                 for each in every
             }
+            # Layers without an adapter have no columns, but their rows.
             blocks = [
                 factor(e, "b") if e in own else torch.zeros(rows[e], 0)
                 for e in every
@@ -290,12 +312,17 @@ def export_adapter(
             tensors[f"{key}.lora_A.weight"] = torch.cat(
                 [factor(each, "a") for each in own]
             )
+            # In the dtype of A, whatever the empty blocks have.
             tensors[f"{key}.lora_B.weight"] = b.to(
                 tensors[f"{key}.lora_A.weight"]
             )
+            # "model.layers.3.self_attn.q_proj" -> "self_attn.q_proj", for all
+            # blocks.
             ranks[
                 re.sub(rf"{re.escape(data.layers)}\.[0-9]+\.", "", module)
             ] = len(own)
+    # peft's exceptions from the usual rank: packed layers have the sum of
+    # ranks.
     more = {module: n for module, n in ranks.items() if n > 1}
     config = {
         "peft_type": "LORA",
@@ -343,10 +370,13 @@ class HubReader(TensorReader):
 
     def _manifest(self, folder: Folder, shape: Shape) -> stored.Manifest:
         tensors, data = _tensors(folder), families.FAMILIES.get(shape.name)
+        # Blocks behind the last one predict further tokens: our model has
+        # none.
         if data and data.further:
             blocks = tuple(f"{data.layers}.{n}." for n in range(shape.layers))
             behind = f"{data.layers}."
             tensors = {
+                # Tensors of the model's blocks, and those outside of any.
                 n: x
                 for n, x in tensors.items()
                 if n.startswith(blocks) or behind not in n
@@ -369,6 +399,7 @@ class HubReader(TensorReader):
                 data, {name: len(dims) for name, dims in ours.items()}
             )
         shape = model.shape or shape
+        # The shape that each of their tensors must have.
         wanted = {
             one: dims[1:] if "*" in each.name else dims
             for each in where.values()
@@ -386,15 +417,20 @@ class HubReader(TensorReader):
             # one tensor for each expert, one after the other
             if "*" in source.name:
                 places = [
+                    # `offset` of each expert's own file; together they are one
+                    # weight of ours.
                     _whole(
                         name, ((e, e + 1), *box[1:]), files.index(file), offset
                     )
                     for e, (file, _, offset) in enumerate(parts)
                 ]
             else:
+                # Rows of the weights that precede this one in their packed
+                # tensor.
                 before = source.packed[: source.packed.index(name)]
                 first_row = sum(ours[each][0] for each in before)
                 if source.alternating or (source.transposed and len(dims) > 2):
+                    # Plain bf16, or mxfp4 as blocks and scales.
                     stored_as = [source.name] * (source.name in tensors)
                     stored_as = stored_as or [
                         source.name + _BLOCKS,
@@ -404,9 +440,13 @@ class HubReader(TensorReader):
                         source,
                         [tensors[each] for each in stored_as],
                     )
+                # Stored as (in, out): our rows are their columns, which are
+                # read one by one.
                 elif source.transposed:
                     self.columns[name] = entry.shape[1], first_row
                 else:
+                    # Rows of ours are adjacent in theirs: skip those of the
+                    # weights before.
                     offset += (
                         first_row
                         * math.prod(dims[1:])
@@ -418,6 +458,7 @@ class HubReader(TensorReader):
                     WEIGHT, name, entry.dtype, dims, tuple(places)
                 )
             )
+        # 8 bytes, the least size of a file: only names are needed to read.
         named = tuple(stored.StoredFile(file, (), 8) for file in files)
         return stored.Manifest(
             0, shape=shape, files=named, tensors=tuple(described)
@@ -440,6 +481,7 @@ class HubReader(TensorReader):
         turned = torch.empty(
             tensor.shape[1], last - first, dtype=DTYPES[tensor.dtype]
         )
+        # Row n of theirs holds feature n of all our rows `first` to `last`.
         for row, numbers in enumerate(turned):
             at = row * width + column + first
             read_into(
@@ -457,16 +499,19 @@ class HubReader(TensorReader):
             [each.name for each in self.manifest.files],
         )
         parts = []
+        # One tensor, or the blocks and the scales of mxfp4.
         for file, entry, offset in places:
             slab = torch.empty(
                 entry.shape[1:], dtype=(DTYPES | stored.BYTES)[entry.dtype]
             )
             at = offset + number * slab.nbytes
+            # Experts lie one after another, each in `slab.nbytes` bytes.
             read_into(self._file(names.index(file)), at, slab.view(-1))
             parts.append(slab)
         whole = parts[0].mT if source.transposed else parts[0]
         # decoded values are (out, in) already
         whole = decode_fp4(*parts) if len(parts) == 2 else whole
+        # Every second row, from 0 for gate and from 1 for up.
         return whole[source.packed.index(name) :: len(source.packed)]
 
 
@@ -476,8 +521,11 @@ def _dims_of(
     """Return the shape of a Hugging Face tensor that packs our weights: stacked for all
     experts, or of one."""
     dims = list(ours[source.packed[0]])
+    # Alternating weights are stacked in dim 1, behind the expert; others in
+    # dim 0.
     at = int(source.alternating)
     dims[at] = sum(ours[name][at] for name in source.packed)
+    # The last two dims swapped.
     return (*dims[:-2], *dims[:-3:-1]) if source.transposed else tuple(dims)
 
 
@@ -507,6 +555,7 @@ def _refuse_others(
         for name, x in tensors.items()
         if x[1].dtype not in DTYPES
     ]
+    # Tied models may still store the output's copy of the embedding.
     known = set(wanted) | ({"lm_head.weight"} if shape.tied else set())
     wrong += [
         f"the model has no {name}" for name in sorted(set(tensors) - known)
@@ -530,6 +579,7 @@ def import_weights(source: Path, out: Path) -> Path:
             return _write(reader, out, {"run": {"model": name}, **own})
 
 
+# Computed values that old checkpoints stored.
 _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
@@ -554,6 +604,7 @@ def _tensors(folder: Folder) -> dict[str, Placed]:
     for file in files:
         for name, (entry, offset) in stored.read_header(folder, file).items():
             if name in tensors:
+                # Two files with one name leave open which one is meant.
                 folder.refuse(
                     file,
                     f"holds {name[:80]!r}, which {tensors[name][0]} has already.",
@@ -572,6 +623,7 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
     sizes = [
         math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in every
     ]
+    # As if each run of `SHARD` bytes came from a rank of its own.
     for number, run in enumerate(_shards(every, sizes)):
         tensors = {each.title: reader.whole(each) for each in run}
         own = tuple(
@@ -592,6 +644,7 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
 # Microscaling 1.0)
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
+# e2m1: sign, two bits of exponent, one of mantissa.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -601,8 +654,11 @@ def decode_fp4(blocks: Tensor, scales: Tensor) -> Tensor:
     `blocks` are bytes (..., n, 16), `scales` biased exponents (..., n); the result is
     (..., 32 n).
     """
+    # Index 0 to 7 positive, 8 to 15 negative: the sign is the highest bit.
     known = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=torch.bfloat16)
+    # The low half of a byte comes first.
     low_first = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    # The exponent's bias is 127, as in float32.
     exponents = scales.to(torch.int32).unsqueeze(-1) - 127
     return torch.ldexp(known[low_first.to(torch.int64)], exponents).flatten(-2)
 
@@ -629,6 +685,7 @@ def decoded_names(
                     f"{where}: {name} {list(entry.shape)} and its scales {list(scales.shape)} are not"
                     " mxfp4, which has (experts, rows, n, 16) and (experts, rows, n) bytes."
                 )
+            # (experts, columns, rows): 2 values a byte, in groups of 16 bytes.
             shape = (rows[0], groups * 2 * width, rows[1])
             yield (
                 plain,
@@ -640,6 +697,7 @@ def decoded_names(
                     offset,
                 ),
             )
+        # Scales are read with their blocks.
         elif of == name or of + _BLOCKS not in tensors:
             yield name, (file, entry, offset)
 

@@ -116,6 +116,7 @@ class StoredShard:
     ) -> Iterator[str]:
         if any(not 0 <= start < stop for start, stop in self.box):
             yield f"'box' is {str(self.box)[:80]}; expected a start and a later stop."
+        # A box lies within the padded part that a rank of tp holds.
         fits = len(self.box) == len(self.local) == dims and all(
             b - a <= n for (a, b), n in zip(self.box, self.local, strict=True)
         )
@@ -154,6 +155,8 @@ class StoredTensor:
 
     def parts(self) -> list[list[StoredShard]]:
         """The shards of each part in order, which together cover the part."""
+        # Parts are told apart by their box: copies were left out when they
+        # were written.
         parts: dict[tuple[Box, tuple[int, ...]], list[StoredShard]] = {}
         for shard in sorted(self.shards, key=lambda s: s.start):
             parts.setdefault((shard.box, shard.local), []).append(shard)
@@ -174,6 +177,8 @@ class StoredTensor:
         """Describe elements of the tensor that are not in exactly one shard."""
         parts = self.parts()
         for part in parts:
+            # The shards of a part follow one another without gaps, from 0 to
+            # its end.
             at, count = 0, math.prod(part[0].local)
             for shard in part:
                 if shard.start != at:
@@ -187,10 +192,13 @@ class StoredTensor:
                 for (_, b), n in zip(part[0].box, self.shape, strict=True)
             ):
                 yield f"a part lies outside its shape {list(self.shape)}."
+        # `_any_meet` compares all pairs of parts, so their number is limited.
         if len(parts) > PARTS:
             yield f"{len(parts)} parts; the maximum is {PARTS}."
         boxes = [part[0].box for part in parts]
         count = sum(math.prod(b - a for a, b in box) for box in boxes)
+        # As many elements as the tensor has, and no two boxes in common: all
+        # are covered once.
         if count != math.prod(self.shape) or _any_meet(boxes):
             yield (
                 f"its parts hold {count:,} elements and must cover its shape {list(self.shape)} once:"
@@ -204,8 +212,11 @@ def _any_meet(boxes: Sequence[Box]) -> bool:
     # manifest.
     both = np.ones((len(boxes), len(boxes)), bool)
     for dim in zip(*boxes, strict=True):
+        # In each dimension, boxes i and j overlap if each begins before the
+        # other ends.
         starts, stops = np.array(dim, np.int64).T
         both &= starts[:, None] < stops
+    # More than the diagonal: a box always overlaps itself.
     both &= both.T
     return int(both.sum()) > len(boxes)
 
@@ -294,10 +305,13 @@ class Manifest(Progress):
         """Parse a manifest and check its checksum and types, nothing more."""
         signed = parse_json(text, where, CheckpointError)
         body = signed.get("body")
+        # The checksum covers the body as it stands in the file.
         if not isinstance(body, dict) or signed.get("sha256") != _sum(body):
             raise CheckpointError(
                 f"{where}: was changed after it was written: its checksum does not match."
             )
+        # The keys of the envelope are taken out; the rest are the manifest's
+        # fields.
         if body.pop("format", "") != FORMAT or body.pop("version", 0) not in (
             1,
             VERSION,
@@ -320,6 +334,7 @@ class Manifest(Progress):
                 known = tensors.setdefault(
                     tensor.title, replace(tensor, shards=())
                 )
+                # Files are numbered over all ranks, in their order.
                 shards = tuple(
                     replace(s, file=s.file + len(files)) for s in tensor.shards
                 )
@@ -327,6 +342,7 @@ class Manifest(Progress):
                     known, shards=known.shards + shards
                 )
             files += report.files
+        # A rank without updates reports neither an optimizer nor a count.
         optimizers = {report.optimizer for report in reports} - {""}
         updates = {report.updates for report in reports} - {None}
         if len(updates) > 1 or len(optimizers) > 1:
@@ -343,6 +359,7 @@ class Manifest(Progress):
             tensors=tuple(tensors.values()),
         )
 
+    # Later checks may rely on what earlier ones have established.
     def problems(self) -> Iterator[str]:
         """Yield contradictions within the manifest. A check runs only if those before
         it found nothing."""
@@ -383,6 +400,7 @@ class Manifest(Progress):
             for shard in tensor.shards:
                 held[shard.file] += (shard.stop - shard.start) * itemsize
         for file, size in zip(self.files, held, strict=True):
+            # 8 bytes of length, a header, and the elements.
             if file.size > 8 + HEADER + size:
                 yield f"{file.name} has {file.size:,} bytes, and its tensors take {size:,}."
 
@@ -396,6 +414,7 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def _sum(body: object) -> str:
+    # Sorted and compact: one text for one content.
     text = json.dumps(
         body, sort_keys=True, separators=(",", ":"), default=_table
     )
@@ -409,6 +428,7 @@ def _sum(body: object) -> str:
 class HeaderEntry:
     """A tensor in a file's header; the offsets count from the header's end."""
 
+    # Only known dtypes, so that every entry has a size.
     dtype: str = key(choices=(*DTYPES, *BYTES))
     shape: tuple[int, ...] = count()
     data_offsets: tuple[int, int] = count()
@@ -424,6 +444,7 @@ class HeaderEntry:
                 f"shape {list(self.shape)} of {self.dtype} takes {size:,} bytes, but"
                 f" {end - start:,} are given."
             )
+        # Every byte belongs to one tensor: neither shared nor unclaimed.
         if start != at:
             what = (
                 "shares bytes with"
@@ -443,6 +464,7 @@ def write_file(
 
     A thread reads the chunks back meanwhile and compares them with what was written.
     """
+    # safetensors: 8 bytes of length, a JSON header, then the elements.
     header: dict[str, object] = (
         {"__metadata__": dict(metadata)} if metadata else {}
     )
@@ -464,6 +486,8 @@ def write_file(
     ]
     checksum = FASTEST
     with (
+        # "x": a file that exists is never overwritten. Unbuffered, so that
+        # bytes go out as written.
         path.open("xb+", buffering=0) as file,
         ThreadPoolExecutor(1) as thread,
     ):
@@ -474,11 +498,16 @@ def write_file(
                 # Small writes: one of megabytes makes the kernel look for huge pages.
                 while left:
                     left = left[file.write(left[:_BLOCK]) :]
+            # The chunk is in the page cache, from which the thread reads it
+            # back.
             sums.append(
                 thread.submit(_compared_sum, checksum, chunk, file, number)
             )
+        # Before the checksums are reported: a save that ends is on the disk.
         os.fsync(file.fileno())
         chunks = tuple(each.result() for each in sums)
+    # Offsets in the header count from its end, those in the manifest from the
+    # file's start.
     begin = len(first)
     written = StoredFile(path.name, chunks, begin + end, checksum)
     return written, {name: begin + at for name, at in offsets.items()}
@@ -494,6 +523,7 @@ def _chunks(blocks: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     chunk, free = list[memoryview](), CHUNK
     for block in blocks:
         left = block
+        # A block may begin in one chunk and end in another.
         while left:
             chunk.append(left[:free])
             left, free = left[free:], free - len(chunk[-1])
@@ -530,6 +560,7 @@ def _chunk_sum(checksum: str, file: BinaryIO, number: int) -> str:
         number * CHUNK,
         bytearray(_BLOCK),
     )
+    # Positional reads, so that threads share the open file.
     while at < (number + 1) * CHUNK and (
         count := os.preadv(file.fileno(), [block], at)
     ):
@@ -550,6 +581,7 @@ def read_into(file: BinaryIO, offset: int, out: Tensor) -> None:
     """Fill a flat host tensor with the file's bytes from `offset` on."""
     left = raw_bytes(out) if out.numel() else None
     while left:
+        # A file may be cut while it is read.
         count = os.preadv(file.fileno(), [left], offset)
         if not count:
             raise CheckpointError(
@@ -569,6 +601,7 @@ def read_header(
     with folder.open(name) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
+        # The length is checked before anything is allocated for the header.
         if size < 8 or length > min(HEADER, size - 8):
             folder.refuse(
                 name,
@@ -582,6 +615,7 @@ def read_header(
                 name, "is not a safetensors file: its header is not text."
             )
     table = parse_json(text, str(folder.path / name), folder.error)
+    # Free text for people; no statement about a tensor.
     table.pop("__metadata__", None)
     places = {
         title: f"{folder.path / name}: {title[:80]!r}" for title in table
@@ -595,6 +629,7 @@ def read_header(
         entries[title] = decode(
             HeaderEntry, value, places[title], folder.error
         )
+    # In the order of their bytes, each must begin where the one before ends.
     begin, at = 8 + length, 0
     for title, entry in sorted(
         entries.items(), key=lambda each: each[1].data_offsets
@@ -623,6 +658,7 @@ def name_of(step: int) -> str:
 def step_of(name: str) -> int:
     """Return the step in a checkpoint's folder name; -1 if it is not such a name."""
     match = _STEP.fullmatch(name)
+    # Eight digits or more, so that names sort by step.
     return int(match[1]) if match else -1
 
 
@@ -661,11 +697,14 @@ def faults(
     Reads all bytes, and compares the headers with the manifest.
     """
     folder = Folder(path, CheckpointError)
+    # Files are dealt out to ranks in turn, so that each reads a share of the
+    # bytes.
     own = range(rank, len(manifest.files), ranks)
     wrong = [
         fault for number in own if (fault := damage(folder, manifest, number))
     ]
     headers = {}
+    # Headers of damaged files are not looked at: the damage is the reason.
     for number in own if not wrong else ():
         try:
             headers[number] = read_header(folder, manifest.files[number].name)
@@ -679,6 +718,7 @@ def faults(
                 (entry.dtype, math.prod(entry.shape), offset)
                 if entry
                 else None
+                # The manifest and the file's own header must tell the same.
             )
             if there != (tensor.dtype, count, shard.offset):
                 wrong.append(
@@ -695,18 +735,22 @@ def damage(folder: Folder, manifest: Manifest, number: int) -> str:
     try:
         with folder.open(file.name) as opened:
             size = os.fstat(opened.fileno()).st_size
+            # A size that no file of the manifest has is wrong in any case:
+            # nothing to read.
             known = any(size == each.size for each in manifest.files)
             sums = chunk_sums(opened, file.checksum) if known else ()
     except (CheckpointError, OSError) as error:
         return str(error)
     if size == file.size and sums == file.chunks:
         return ""
+    # Two files were exchanged: their content tells which.
     if other := next(
         (f.name for f in manifest.files if sums and f.chunks == sums), None
     ):
         return f"{path}: holds the content of {other}."
     if size != file.size:
         return f"{path}: has {size:,} bytes, {file.size:,} were written."
+    # The first chunk that differs, as a place to look at.
     first = next(n for n, each in enumerate(sums) if each != file.chunks[n])
     return (
         f"{path}: its bytes from {first * CHUNK:,} on differ from what was written:"

@@ -95,6 +95,8 @@ def load(
     another optimizer than `optimizer`, the run's name for it, is refused.
     """
     group, found, damaged = local.groups.everyone, None, list[str]()
+    # Memory is faster, but only if it is at least as new as the newest on the
+    # disk.
     if memory is not None:
         there = steps(folder)[:1] if group.rank == 0 else []
         least = broadcast_text(
@@ -111,13 +113,16 @@ def load(
     if optimizer:
         refuse_optimizer(path, manifest, optimizer)
 
+    # Nothing is changed before the tensors fit on all ranks.
     problem = f"{path} cannot be loaded. "
+    # Collective: one rank's error is raised by all.
     together(group, lambda: _check(manifest, local, updates), problem)
     together(
         group,
         lambda: _fill(TensorReader(path, manifest), local, updates),
         problem,
     )
+    # What is computed with follows from the loaded weights.
     _refresh(local)
     notices = [] if identity is None else identity.notices(manifest)
     if identity is not None and adopt:
@@ -137,6 +142,7 @@ def begin(
 
     def fill() -> None:
         reader = source()
+        # Adapters are not in the source, so they may be missing.
         _check(reader.manifest, local, updates, drawn=is_lora)
         _fill(reader, local, updates)
 
@@ -164,7 +170,9 @@ def choose(
     are no checkpoints at all. Raises if there are some but none is intact: starting
     over silently would lose the run.
     """
+    # `known` are steps that were tried: a damaged download is not tried again.
     known, failed = set[int](), list[str]()
+    # Each turn looks at the disk again, with what was downloaded meanwhile.
     while True:
         found, damaged = _newest_sound(folder, group)
         if remote:
@@ -189,10 +197,12 @@ def _newest_sound(
     """
     names = [path.name for path in steps(folder)] if group.rank == 0 else []
     damaged = list[str]()
+    # Rank 0 lists the folder: on a shared file system others may see it later.
     for name in json.loads(broadcast_text(group, json.dumps(names))):
         try:
             return (folder / name, _sound(folder / name, group)), damaged
         except RanksFailed as failed:
+            # "rank 3: the reason" -> the reason, which several ranks may give.
             wrong = sorted({each.partition(": ")[2] for each in failed.errors})
             damaged.append(f"{name} is damaged: " + "; ".join(wrong))
     return None, damaged
@@ -204,10 +214,12 @@ def _sound(path: Path, group: Group) -> Manifest:
     read = together(
         group, lambda: stored.manifest_text(path) if group.rank == 0 else ""
     )
+    # One manifest for all ranks, even if the file is replaced meanwhile.
     text = broadcast_text(group, read)
 
     def examined() -> Manifest:
         manifest = Manifest.parse(text, path)
+        # Each rank reads a share of the files.
         if wrong := stored.faults(path, manifest, group.rank, group.size):
             raise CheckpointError("; ".join(wrong))
         return manifest
@@ -275,6 +287,7 @@ class ModelIdentity:
 
         A manifest without a shape or a record is compared by its weights alone.
         """
+        # Sizes first: they explain most differences of weights.
         if manifest.shape and (
             wrong := differing_sizes(manifest.shape, self.shape)
         ):
@@ -287,6 +300,7 @@ class ModelIdentity:
             for each in manifest.tensors
             if each.kind == WEIGHT and each.name not in self.weights
         ]
+        # At most `LINES`, because every weight of another model may differ.
         more = f"and {len(wrong) - LINES} more weights"
         return wrong if len(wrong) <= LINES else [*wrong[:LINES], more]
 
@@ -299,6 +313,7 @@ class ModelIdentity:
             return [
                 "the checkpoint does not record the model's shape: only weights were compared"
             ]
+        # The same code under another path or name of a file is the same model.
         same = (
             source == here["source"]
             and split_name(was)[1] == split_name(here["own"])[1]
@@ -316,6 +331,7 @@ class ModelIdentity:
         made = [arguments_text(own) or "nothing" for own in (here["own"], was)]
         if was and made[0] != made[1]:
             changed.append((f"what {split_name(was)[1]} is made with", *made))
+        # The code of the class itself, then the modules that it imports.
         if was and source and source != here["source"]:
             both = (f"sha256 {each[:16]}" for each in (here["source"], source))
             changed.append((code_of(was)[0], *both))
@@ -330,6 +346,7 @@ class ModelIdentity:
                     changed.append(
                         (f"the module {name} of {code_of(was)[0]}", new, old)
                     )
+        # A few lines suffice to see that something has changed.
         more = [f"and {len(changed) - LINES} more modules have changed"]
         return [
             f"{what[:200]} has changed since the checkpoint was made ({new[:30]}, was {old[:30]}):"
@@ -378,6 +395,7 @@ def data_notices(
     """
     if not progress.data:  # an imported model was not trained on any
         return []
+    # Recorded with its content, or in an earlier version as a mark alone.
     table = progress.config.get("data")
     if table is None:
         return _earlier_notices(progress, path, batches)
@@ -461,12 +479,15 @@ def changed_settings(
     """
     was = manifest.config.get("run")
     old = dict(flat(was if isinstance(was, dict) else {}))
+    # Through JSON, as the checkpoint's values went.
     new = dict(flat(json.loads(json.dumps(asdict(run)))))
     keys = [key for key in new if key in TOLD or key.partition(".")[0] in TOLD]
+    # Values in use, in place of those that were left out.
     if manifest.shape is not None:
         old["batch"] = manifest.shape.batch
         old["sequence"] = old.get("sequence") or manifest.shape.sequence
     new |= {"batch": shape.batch, "sequence": run.tokens(shape)}
+    # Compared as the layout's, where a run may set it as well.
     old.pop("precision", None)
     with suppress(LayoutError):  # a layout of another version
         old |= _arithmetic(Layout.parse(manifest.layout))
@@ -503,6 +524,7 @@ def differing_sizes(there: Shape, here: Shape) -> list[str]:
     """List the keys in which a checkpoint's shape and the run's differ, with both
     values."""
     free = {"name", "source", "batch"}  # may change from start to start
+    # Sequences may be of any length if positions are not learned.
     if "learned" not in (there.positions, here.positions):
         free.add("sequence")  # only learned positions are weights
     old, new = asdict(there), asdict(here)
@@ -572,6 +594,8 @@ def _check(
             wrong.append(
                 f"stores {', '.join(kinds)} as the state of {name or 'nothing'}"
             )
+        # SGD counts no updates: a count or its absence must suit the
+        # optimizer.
         counts = traits is None or traits.stored != OPTIMIZERS[SGD].stored
         if name in _OPTIMIZERS and counts != (manifest.updates is not None):
             wrong.append(f"has {manifest.updates} updates by {name}")
@@ -579,12 +603,14 @@ def _check(
             wrong.append(
                 f"stores the state of {name}, but the run's optimizer is {optimizer}"
             )
+        # Shapes of the stored state, by kind and weight.
         shapes = {
             (each.kind, each.name): each.shape for each in manifest.tensors
         }
         weights = [
             weight for unit in local.units.values() for weight in unit.order
         ]
+        # State of every kind for every weight that the optimizer keeps it for.
         for kind in known:
             kept = [
                 w.name
@@ -597,6 +623,7 @@ def _check(
                 if shapes.get((kind, weight)) != own[weight]
             ]
             wrong += [
+                # One weight of each kind is enough to say.
                 f"{kind} of {each} is missing or of another shape"
                 for each in lost[:1]
             ]
@@ -621,6 +648,7 @@ def _kinds(manifest: Manifest) -> list[str]:
     return sorted({each.kind for each in manifest.tensors} - {WEIGHT})
 
 
+# Optimizer state first, empty, then filled with the weights entry by entry.
 def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     """Load this rank's weights and optimizer state from a checkpoint."""
     kinds, count = _kinds(reader.manifest), reader.manifest.updates
@@ -628,6 +656,8 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     for update in updates.values() if kinds and traits else ():
         for number, (_, view) in enumerate(update.every_run):
             kept = (
+                # Runs of whole matrices follow the elementwise ones in
+                # `every_run`.
                 traits.kept(matrix=number >= len(update.runs))
                 if traits
                 else ()
@@ -643,7 +673,11 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     with reader:
         for unit in local.every_unit:
             for entry in unit.entries():
+                # A weight that is drawn has no stored values, and keeps its
+                # initial ones.
                 if (WEIGHT, entry.weight.name) in reader.tensors:
+                    # Weights and state have the same place, so one entry reads
+                    # both.
                     for kind, own in kept_of(unit, entry, updates):
                         own.copy_(reader.numbers(kind, entry))
 
@@ -671,11 +705,15 @@ class TensorReader(ExitStack):
         )
         if not (box := box_of(entry)):
             return self.whole(tensor).view(-1)
+        # Elements of a row of this rank's part.
         row = math.prod(local[1:])
+        # The rows that contain the entry's elements.
         first, last = entry.start // row, -(-entry.stop // row)
         start, stop = box[0]
+        # Padding at the end of the part has no rows in the tensor.
         rows = (min(start + first, stop), min(start + last, stop))
         part = self.box(tensor, (rows, *box[1:]))
+        # Elements of padding are 0, as they were when they were written.
         if part.shape != (last - first, *local[1:]):
             padded = part.new_zeros(last - first, *local[1:])
             padded[tuple(slice(0, n) for n in part.shape)] = part
@@ -688,17 +726,21 @@ class TensorReader(ExitStack):
         """Return a box of a tensor, in the stored dtype, on the host."""
         out = torch.empty([b - a for a, b in box], dtype=DTYPES[tensor.dtype])
         for part in tensor.parts():
+            # The part's box in the tensor; `box` is the one that is wanted.
             outer = part[0].box
             if not box:  # a scalar
                 return self._rows(tensor, part, 0, 1).view(())
             pairs = zip(outer, box, strict=True)
+            # Their intersection, in coordinates of the tensor.
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
             if any(a >= b for a, b in common):
                 continue
+            # The intersection inside the part, and inside the result.
             (rows, *inside), (to, *at) = (
                 _slices(common, outer),
                 _slices(common, box),
             )
+            # Whole rows of the part are wanted: no columns to leave out.
             whole = common[1:] == outer[1:]
             if (
                 common == box and whole
@@ -712,6 +754,7 @@ class TensorReader(ExitStack):
                 rows.stop - rows.start,
                 out.element_size() * math.prod(part[0].local[1:]),
             )
+            # As many rows as fit into a block; whole rows are read at once.
             many = count if whole else max(1, BLOCK // row)
             for first in range(0, count, many):
                 last = min(first + many, count)
@@ -734,6 +777,7 @@ class TensorReader(ExitStack):
         start, stop = first * row, last * row
         flat = torch.empty(stop - start, dtype=DTYPES[tensor.dtype])
         for shard in part:
+            # The elements that this shard and the rows have in common.
             a, b = max(start, shard.start), min(stop, shard.stop)
             if a < b:
                 offset = shard.offset + (a - shard.start) * flat.element_size()

@@ -45,17 +45,20 @@ def memory_folder(run: Run) -> Path | None:
     """Return the folder of this host's in-memory checkpoints; None if they are off, or
     if nothing outlives the ranks."""
     started = (
+        # Under torchrun or our own command a parent outlives the ranks.
         multiprocessing.parent_process() is not None
         or "TORCHELASTIC_RUN_ID" in os.environ
     )
     if not (run.train.in_memory and started and os.access(ROOT, os.W_OK)):
         return None
     owner = os.getppid()
+    # With the owner's start, because pids are used again.
     return ROOT / f"{NAME}-{owner}-{started_at(owner)}-{_mark(run)}"
 
 
 def _mark(run: Run) -> str:
     return hashlib.sha256(
+        # One folder for each user and run.
         f"{os.getuid()} {Path(run.out).resolve()}".encode()
     ).hexdigest()[:16]
 
@@ -74,6 +77,7 @@ def remove_left(root: Path = ROOT) -> None:
     """Delete in-memory checkpoints of runs whose watcher was killed."""
     for folder in root.glob(f"{NAME}-*-*-*"):
         with suppress(OSError, ValueError):
+            # "phalanx-memory-PID-STARTED-MARK".
             _, _, pid, started, _ = folder.name.split("-")
             if folder.stat().st_uid == os.getuid() and not alive(
                 int(pid), int(started)
@@ -102,6 +106,7 @@ class MemoryCheckpoints:
             self.hosts.setdefault(each, []).append(rank)
         self.host, self.ranks = host, self.hosts[host]
         self.first = self.ranks[0] == self.group.rank
+        # Hosts in the order of their first ranks, the same everywhere.
         places = list(self.hosts.values())
         # keeper[rank]: the rank at the same position on the next host, which keeps a
         # copy of its part.
@@ -125,6 +130,8 @@ class MemoryCheckpoints:
             self.group,
         )
         manifest, tensors = self.saver.snapshot(progress)
+        # Sizes are exchanged before anything is written, so that hosts can
+        # refuse.
         own = sum(x.nbytes for x in tensors.values())
         sizes = [int(size) for size in exchange(group, str(own))]
         try:
@@ -133,6 +140,7 @@ class MemoryCheckpoints:
             write = partial(checkpoint.write_own, file, manifest, tensors)
             report = checkpoint.together(group, write)
             reports = exchange(group, report)
+            # Copies to the next host, before anything is published.
             self._move(
                 hidden,
                 [
@@ -151,6 +159,7 @@ class MemoryCheckpoints:
             )
         except checkpoint.RanksFailed as failed:
             return failed.errors
+        # Then only the newest is kept. A leftover does no harm.
         with suppress(OSError):
             if self.first:
                 checkpoint.prune(
@@ -163,6 +172,8 @@ class MemoryCheckpoints:
         if not self.first:
             return
         remove_left(self.folder.parent)
+        # What this host will hold: its ranks' parts, and those that it keeps
+        # for others.
         kept = [
             *self.ranks,
             *(rank for rank, at in self.keeper.items() if at in self.ranks),
@@ -172,6 +183,7 @@ class MemoryCheckpoints:
         if self.folder.stat().st_uid != os.getuid():
             raise CheckpointError(f"{self.folder} is another user's")
         stat = os.statvfs(self.folder)
+        # The smaller of what the file system and the process's limits allow.
         if (
             free := min(stat.f_bavail * stat.f_frsize, available_memory())
         ) < needed:
@@ -190,15 +202,20 @@ class MemoryCheckpoints:
         if not files:
             return
         me, world, error = self.group.rank, self.group.size, ""
+        # One all-to-all moves a chunk of every file; all ranks take part in
+        # each.
         for at in range(0, max(size for _, size, *_ in files), stored.CHUNK):
             sent, taken = [0] * world, [0] * world
+            # An empty tensor, so that `cat` has at least one.
             own, writes = (
                 [torch.empty(0, dtype=torch.uint8)],
                 list[tuple[str, int]](),
             )
+            # By source and target: both sides then agree on the order.
             for name, size, source, target in sorted(
                 files, key=lambda each: each[2:]
             ):
+                # A shorter file has nothing left to send in later rounds.
                 count = max(0, min(stored.CHUNK, size - at))
                 if source == me:
                     own.append(torch.zeros(count, dtype=torch.uint8))
@@ -213,7 +230,10 @@ class MemoryCheckpoints:
                     taken[source] += count
                     writes.append((name, count))
             out = torch.empty(
-                sum(taken), dtype=torch.uint8, device=self.group.device
+                # Received chunks, in the order of their sources.
+                sum(taken),
+                dtype=torch.uint8,
+                device=self.group.device,
             )
             self.group.all_to_all(
                 out, torch.cat(own).to(self.group.device), taken, sent
@@ -235,10 +255,12 @@ class MemoryCheckpoints:
 
         Returns None if a part is missing or damaged.
         """
+        # Each rank reads the files of its host's memory, a share each.
         seen, texts = self._seen()
         tables = [
             json.loads(text) for text in exchange(self.group, json.dumps(seen))
         ]
+        # By (step, manifest, number of files): the intact files of each host.
         have: dict[tuple[int, str, int], dict[str, set[int]]] = {}
         for host, ranks in self.hosts.items():
             for step, digest, count, sound in (
@@ -247,6 +269,7 @@ class MemoryCheckpoints:
                 have.setdefault((step, digest, count), {}).setdefault(
                     host, set()
                 ).update(sound)
+        # Complete if every file is intact on some host.
         whole = [
             key
             for key, by in have.items()
@@ -256,6 +279,7 @@ class MemoryCheckpoints:
         if step < least:
             return None
         path = self.folder / stored.name_of(step)
+        # The first rank that has this manifest sends its text to all.
         root = next(
             n
             for n, table in enumerate(tables)
@@ -263,6 +287,7 @@ class MemoryCheckpoints:
         )
         text = broadcast_text(self.group, texts.get(digest, ""), root)
         manifest = stored.Manifest.parse(text, path)
+        # Files that a host needs and lacks come from one that has them.
         try:
             self._bring(path, text, manifest, have[newest])
         except checkpoint.RanksFailed:
@@ -286,6 +311,7 @@ class MemoryCheckpoints:
                     self.ranks.index(self.group.rank),
                     len(manifest.files),
                     len(self.ranks),
+                    # The position among the host's ranks, which divide its files.
                 )
                 sound = [
                     n for n in own if not stored.damage(folder, manifest, n)
@@ -310,6 +336,7 @@ class MemoryCheckpoints:
             for each in exchange(self.group, json.dumps(self._needs(manifest)))
         ]
 
+        # The manifest lets this host's folder be read like any other.
         def make() -> None:
             if self.first:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -324,6 +351,7 @@ class MemoryCheckpoints:
                 if number in have.get(host, ())
             )
             lack = [
+                # One rank of each host that lacks the file receives it.
                 ranks[0]
                 for host, ranks in self.hosts.items()
                 if number not in have.get(host, ())
@@ -361,6 +389,8 @@ class MemoryCheckpoints:
                 )
                 for number in tensors.get(entry.weight.name, ()):
                     for shard in manifest.tensors[number].shards:
+                        # A part of another layout: any overlap of boxes needs
+                        # it.
                         same = shard.box == box
                         if same and (
                             shard.stop <= start or shard.start >= stop

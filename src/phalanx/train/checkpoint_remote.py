@@ -57,6 +57,7 @@ def claim(remote: Remote, group: Group) -> Answer:
     def work(task: Task) -> str:
         assert remote.owner is not None
         take = partial(remote.owner.take, task)
+        # Another owner does not go away by trying again.
         return try_often(task, take, remote.describe, final=(RunLocked,))
 
     answer = on_first_rank(
@@ -84,14 +85,18 @@ class Uploader:
             ""  # the reason why the newest checkpoint is not uploaded
         )
         self._newest: Path | None = None
+        # The upload in progress, and those that were abandoned but still hang.
         self._task: Task | None = None
         self._stuck: list[Task] = []
         self._results: list[Saved] = []
+        # A heartbeat of its own connection: a stuck upload must not stop it.
         self.owner.begin_beating(lambda: RemoteFolder(remote.url, fresh=True))
 
     def offer(self, path: Path) -> None:
         """Queue a checkpoint as the next upload."""
         with self.work:
+            # Only the newest waits: an older one that was waiting is not
+            # uploaded.
             self.waiting = self._newest = path
             self.missing = "its upload has not ended"
             if self.current is None:
@@ -102,6 +107,7 @@ class Uploader:
         self.current, self.waiting = self.waiting, None
         if self.current is None:
             return
+        # Uploads that hung may have ended meanwhile.
         self._stuck = [task for task in self._stuck if task.thread.is_alive()]
         if len(self._stuck) >= MOST_STUCK:
             path, self.current = self.current, None
@@ -110,6 +116,7 @@ class Uploader:
             )
             return
         self._task = Task(partial(self._upload, self.current))
+        # `on_end` needs the task itself, to recognise an abandoned one.
         self._task.on_end = partial(self._ended, self._task, self.current)
         self._task.start()
 
@@ -120,9 +127,12 @@ class Uploader:
             folder = RemoteFolder(
                 self.remote.url, task, fresh=bool(self._stuck)
             )
+            # Confirmed before and after: another run may take the folder over
+            # meanwhile.
             confirm = partial(self.owner.confirm, folder)
             confirm()
             folder.upload(path, self.owner.owns, confirm)
+            # From here on the checkpoint is complete, even if pruning fails.
             task.there = True
             confirm()
             folder.prune(step, self.keep, self.owner.owns)
@@ -136,6 +146,7 @@ class Uploader:
 
     def _ended(self, task: Task, path: Path) -> None:
         with self.work:
+            # An abandoned task that ends late decides nothing.
             if task is self._task:
                 error = (
                     self.remote.describe(task.raised)
@@ -148,6 +159,7 @@ class Uploader:
 
     def _decide(self, path: Path, error: str, *, there: bool = False) -> None:
         step = stored.step_of(path.name)
+        # Complete, but old ones remain: a notice, no error.
         if there:
             error, notice = (
                 "",
@@ -162,6 +174,7 @@ class Uploader:
     def _give_up(self, reason: str) -> None:
         """Abandon the current upload and start the queued one."""
         task, path = self._task, self.current
+        # Finished between the look and now: its end is on the way.
         if task is None or path is None or task.finished.is_set():
             return
         task.abandoned = True
@@ -174,6 +187,7 @@ class Uploader:
         if self._task and (text := self._task.stands(self.remote.timeout)):
             self._give_up(text)
 
+    # Called once a step, so it also finds uploads that stand still.
     def taken(self) -> list[Saved]:
         """Return the outcomes of uploads since the last call."""
         with self.work:
@@ -233,6 +247,7 @@ def fetch_newer(
         def look() -> None:
             nonlocal wanted
             steps = RemoteFolder(remote.url, task).steps()
+            # Steps are listed newest first.
             wanted = next(
                 (step for step in steps if step > at and step not in known), -1
             )
@@ -240,6 +255,7 @@ def fetch_newer(
         def fetch() -> None:
             nonlocal foreign
             there = RemoteFolder(remote.url, task)
+            # Another run's checkpoint is not resumed from.
             run = there.run_of(wanted, {MANIFEST})
             if (
                 run is not None
@@ -253,6 +269,7 @@ def fetch_newer(
 
         error = try_often(task, look, remote.describe)
         if wanted >= 0:
+            # Known even if it fails: it is not tried in this start again.
             known.add(wanted)
             error = try_often(task, fetch, remote.describe)
         return json.dumps([wanted, error or foreign])

@@ -48,6 +48,7 @@ def _odd_numbers(count: int, salt: int, device: torch.device) -> Tensor:
     """Return pseudo-random odd 64-bit numbers, the same everywhere (splitmix64, Steele
     et al. 2014)."""
     z = (
+        # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number.
         torch.arange(1 + salt, 1 + salt + count, device=device)
         * -7046029254386353131
     )
@@ -58,6 +59,8 @@ def _odd_numbers(count: int, salt: int, device: torch.device) -> Tensor:
     ):
         # An arithmetic shift copies the sign bit; clear the bits that it fills in.
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    # Odd numbers have an inverse modulo 2^64: one changed element changes the
+    # sum.
     return z | 1
 
 
@@ -78,13 +81,17 @@ def checksum(x: Tensor) -> Tensor:
     # The multiplier of an element is that of its row times that of its column, so that
     # no table of multipliers is as large as the tensor.
     multipliers = _odd_numbers(_at_least(rows + 1), 1 << 32, bits.device)
+    # The elements behind the last whole row.
     total = (
         bits[whole:] * columns[: bits.numel() - whole]
     ).sum() * multipliers[rows]
+    # In chunks: int64 is wider than the elements, and a whole copy would take
+    # memory.
     step = max(1, CHUNK.get(bits.device.type, LARGE_CHUNK) // COLUMNS)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         table = bits[first * COLUMNS : last * COLUMNS].view(-1, COLUMNS)
+        # Sums wrap around modulo 2^64, which is meant.
         by_row = table.long().mul_(columns).sum(1)
         total = total + (by_row * multipliers[first:last]).sum()
     return total
@@ -138,6 +145,8 @@ class Copies:
         self.local, self.updates = local, updates
         self.everyone = local.groups.everyone
         self.along_tp = local.groups.units[0].also
+        # Buffers belong to modules, which may change them: their start is
+        # remembered.
         self.buffers = dict(_buffers(local, names))
         self.at_start = [checksum(x) for x in self.buffers.values()]
         self.any = self._anywhere(
@@ -155,6 +164,8 @@ class Copies:
             return ""
         compared = [each for each in self._compared() if each.has_copies]
         sums = [self._sum(each) for each in compared]
+        # Groups in one order on all ranks: each all-reduce needs all of its
+        # members.
         verdicts: list[tuple[list[int], Tensor]] = []
         for order in range(ORDERS):
             members: dict[Group, list[int]] = {}
@@ -163,6 +174,7 @@ class Copies:
                 if group is not None and group.size > 1:
                     members.setdefault(group, []).append(i)
             for group, chosen in members.items():
+                # One message for all checksums of a group.
                 verdicts.append(
                     (
                         chosen,
@@ -200,6 +212,7 @@ class Copies:
                     yield ComparedTensor(
                         CopyOf(kind, unit.number, unit.frozen), numbers, groups
                     )
+        # Ranks of data parallelism, then those of tp, have the same buffers.
         every_rank = self.local.groups.count, self.along_tp["norms"], None
         for i, buffer in enumerate(self.buffers.values()):
             yield ComparedTensor(CopyOf(BUFFER, i), buffer, every_rank)
@@ -211,6 +224,7 @@ class Copies:
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
             group = self._group_along_tp(entry)
+            # Neighbouring runs of one group are one checksum.
             if runs and runs[-1] == (
                 slice(runs[-1][0].start, run.start),
                 group,
@@ -224,12 +238,15 @@ class Copies:
         # shared by neighbouring ranks that repeat the same KV head
         if weight.adds == "kv":
             return self.along_tp["kv"]
+        # Weights sharded by tp have no copies along it; others have as for
+        # norms.
         return None if any(weight.over_tp) else self.along_tp["norms"]
 
     def _kinds(self, unit: Unit, run: slice) -> Iterator[tuple[str, Tensor]]:
         """Yield what this rank keeps of a run of elements: weights, compute copy,
         optimizer state."""
         yield WEIGHT, unit.home[run]
+        # A copy for computing exists where weights are wider at home.
         if (
             unit.buffer is not None
             and not unit.same
@@ -240,6 +257,7 @@ class Copies:
         if unit.frozen:
             return
         update = self.updates[unit.number]
+        # The part of the update's run that lies in this run.
         for part, view in update.every_run:
             first, last = max(run.start, part.start), min(run.stop, part.stop)
             for kind, kept in (
@@ -261,6 +279,7 @@ class Copies:
     def _named(self, found: set[CopyOf]) -> str:
         """Name the weights that differ and their ranks. Collective, so it also runs
         where all are equal."""
+        # Collective, and a rank whose own copies are equal takes part.
         texts = exchange(self.everyone, json.dumps(sorted(found)))
         everywhere = {
             CopyOf(*each) for text in texts for each in json.loads(text)
@@ -273,6 +292,7 @@ class Copies:
         for rank, text in enumerate(exchange(self.everyone, json.dumps(own))):
             for key, value in json.loads(text).items():
                 holders[key][value].append(rank)
+        # Holders of one weight with more than one checksum.
         lines = {
             _line(key.partition(APART)[0], who)
             for key, who in holders.items()
@@ -310,6 +330,7 @@ class Copies:
                         if kind == WEIGHT
                         else f"{weight.name}[{kind}]"
                     )
+                    # Copies share the box of tp and the elements of the shard.
                     place = f"{weight.box} {entry.start} {entry.stop}"
                     yield f"{name}{APART}{place}", " ".join(map(str, values))
 
@@ -337,11 +358,13 @@ def _differ(group: Group, sums: Tensor) -> Tensor:
 
 def _line(name: str, holders: Mapping[str, Sequence[int]]) -> str:
     """Describe the ranks whose copy of a weight differs from the majority's."""
+    # The largest group first; of equal ones, the one with the lowest rank.
     alike = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
     most, rest = (
         alike[0],
         sorted(rank for ranks in alike[1:] for rank in ranks),
     )
+    # No majority: nobody knows which copies are right.
     if len(most) == len(alike[1]):
         return f"{name}: {named(sorted([*most, *rest]))} copies that differ"
     return f"{name}: {named(rest)} another copy than {named(most).rpartition(' ')[0]}"

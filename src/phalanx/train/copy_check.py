@@ -44,6 +44,7 @@ class CopyCheck:
             else None
         )
 
+    # Between steps, when all updates have been made.
     def after_step(self, step: CompletedStep) -> None:
         if self.copies is None or not self.copies.any:
             return
@@ -59,6 +60,7 @@ class CopyCheck:
         """End the run. Checkpoints saved before are good."""
         self.disk.finish()  # a save that began while the copies were equal
         self.uploads.report()
+        # Named so that a user knows where the run continues.
         saved = steps(self.disk.folder) if self.rank.world.rank == 0 else []
         last = str(saved[0]) if saved else "the beginning"
         last = broadcast_text(self.rank.part.everyone, last)

@@ -42,6 +42,7 @@ class DeviceProgress:
             # it.
             torch.cuda.set_device(self._device)
             self._device = None
+        # The deque of this look: `forget` replaces it.
         queued = self._queued
         while queued:
             place, event = queued[0]
@@ -52,6 +53,8 @@ class DeviceProgress:
                 return place, self._passed
             if not passed:
                 return place, self._passed
+            # Passed events are counted: the count shows that the device makes
+            # progress.
             queued.popleft()
             self._passed += 1
         return -1, self._passed

@@ -76,10 +76,12 @@ def text_corpus(
         )
     with tempfile.TemporaryDirectory(prefix="phalanx-eval-") as folder:
         out = Path(folder)
+        # Nothing is held out: all of the text is evaluated.
         done = prepare(
             Path(data), out, vocabulary, share=0.0, workers=0, **how
         )
         corpus = _of_training(open_prepared(out))
+        # The training part has all of the text, so its bytes are known.
         text, tokens = done.text[0], done.tokens[0]
         known = text / tokens if text and tokens else None
         yield replace(corpus, name=data, bytes_per_token=known)
@@ -96,6 +98,7 @@ def evaluation_batches(
 ) -> Batches:
     """Return the windows of the corpora's validation parts, divided as in the run's own
     validation."""
+    # Rows for which the logits fit, from 1 to 8.
     rows = max(1, min(8, LOGITS // (sequence * vocab)))
     batches = Batches(
         corpora,
@@ -121,6 +124,7 @@ def text_loss(
     nats, tokens, count = 0.0, 0, batches.validations
     for number in range(count):
         batch = batches.validation(number)
+        # A sum of nats over the batch's targets, not their mean.
         nats += float(reader.loss(batch))
         tokens += int(count_valid(batch))
         progress(number + 1, count)

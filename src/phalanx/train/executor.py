@@ -112,6 +112,7 @@ class Executor:
         self.number = program.owner[rank]
         state = State(program, self.number)
         self.row, self.again = state.ops, state.again
+        # Recomputations that start from a kept input, not from the one before.
         self.restarting = {
             key for key in state.again if restarts(state.at, *key)
         }
@@ -125,6 +126,7 @@ class Executor:
             )
             for op, needs in state.walk()
         }
+        # Frozen units have no update, and a validation has none at all.
         self.updates = (
             {n: optimizer.of(u) for n, u in local.units.items()}
             if optimizer
@@ -142,6 +144,7 @@ class Executor:
         self.places = {op: place for place, op in enumerate(self.row)}
         # Set for a GPU that is watched: only its events come later than the host.
         self.progress: DeviceProgress | None = None
+        # Copies to the host and back have a lane, and on a GPU a stream, each.
         self.out, self.back = (
             CopyLane(local.pool.device),
             CopyLane(local.pool.device),
@@ -161,6 +164,8 @@ class Executor:
             ops.SUM_CHOICES: self._sum_choices, ops.COUNT_ROUTES: self._count_routes,
             ops.EXCHANGE: self._exchange, ops.EXCHANGE_GRADIENT: self._exchange,
         }  # fmt: skip
+        # Units with matrices in 8 bits, and those whose scales the program
+        # agrees on.
         scaled = {unit.piece for unit in local.units.values() if unit.scaled}
         agreed = {op.piece for op in self.row if op.kind == ops.AGREE_SCALES}
         if scaled != agreed:
@@ -169,6 +174,8 @@ class Executor:
                 f" and matrices of the units {sorted(scaled)} travel in 8 bits."
                 " Build it for this layout."
             )
+        # The program has to fit the layout: a sum that is missing would go
+        # unnoticed.
         for number in {op.piece for op in self.row if op.kind == ops.REDUCE}:
             unit, groups = local.units[number], local.units[number].groups
             both = groups.reduce.size > 1 and groups.replica.size > 1
@@ -196,6 +203,7 @@ class Executor:
         read. On a GPU a step that is not `timed` has no spans, as reading its events
         takes time.
         """
+        # Scalars of a step, in float64 on the device.
         number = partial(
             torch.full,
             (1,),
@@ -242,28 +250,34 @@ class Executor:
         state = State(self.program, self.number) if self.checked else None
         words = self.words
         for place, op in enumerate(self.row, self.first):
+            # For the watcher: the operation that this rank is in.
             words[OP] = place
             self._perform(op)
             if state:
                 state.apply(op, state.needs(op))
                 self._compare(state, op)
+        # What nobody needed in this step, such as the last messages.
         for op in tuple(self.under_way):
             self._wait(op)
         words[OP] = -1
+        # Sent tensors stay in memory until they have left.
         for group in (
             self.local.groups.activations,
             self.local.groups.gradients,
         ):
             group.flush()
         named = self._numbers()
+        # Work of the host while the device is still computing.
         if meanwhile is not None:
             meanwhile()
+        # From here the host waits for the device, in one read for all values.
         words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
         read = dict(
             zip(named, torch.cat([*named.values()]).tolist(), strict=True)
         )
         words[WAITS] = 0
         if self.progress is not None:
+            # The device has passed everything that was queued before.
             self.progress.forget()
         at = self.clock.seconds
         spans = [
@@ -305,6 +319,7 @@ class Executor:
     def _perform(self, op: Op) -> None:
         try:
             if self.ranges is None:
+                # A profiler sees the operation as a range.
                 start, work = self._issue(op)
             else:
                 with self.ranges(op):
@@ -312,12 +327,14 @@ class Executor:
             if op in self.last_uses:
                 self.completed.pop(op.index, None)
         except CommError as error:
+            # The operation, beside what the group says.
             # Every rank reports at which operation it lost the others.
             error.args = (f"{error} Rank {self.rank} was at {op}.",)
             raise
         except Exception as error:
             error.add_note(f"rank {self.rank} was at {op}.")
             raise
+        # Computed already, or under way until somebody waits.
         if work is None:
             self.moments.append((op, start, self._end(op)))
         else:
@@ -326,6 +343,7 @@ class Executor:
     def _issue(self, op: Op) -> tuple[Any, Work | None]:
         """Wait for an operation's needs, then run or start it. Return its start and its
         pending work."""
+        # A need may have been waited for by an earlier operation.
         for need in self.waits[op]:
             if need in self.under_way:
                 self._wait(need)
@@ -353,6 +371,7 @@ class Executor:
         units = {n: u for n, u in self.local.units.items() if n < count}
         still = (n for n in self.local.frozen if n < count)
         weights = {n: self.local.weights(n)[-1] for n in (*units, *still)}
+        # Gathered and dropped weights; others are always there.
         # dropped after use
         dropped = {n: u for n, u in weights.items() if not u.resident}
         kept = {
@@ -361,11 +380,13 @@ class Executor:
             for m, k in piece.kept.items()
         }
         copied = {
+            # Between start and wait a copy is on neither side.
             (o.piece, o.index)
             for o in self.under_way
             if o.kind in (ops.OFFLOAD, ops.RELOAD)
         }
         away = {
+            # Boxes without a tensor: their content is on the host.
             key
             for key, k in kept.items()
             if any(box.tensor is None for box in k.boxes)
@@ -421,6 +442,7 @@ class Executor:
     # ---- tokens and agreement
 
     def _count(self, op: Op) -> Work:
+        # Valid targets, and all tokens where routers have losses.
         kinds = [self.measure.count] + [count_tokens] * self.has_losses
         every = [torch.stack([*map(kind, self.batches)]) for kind in kinds]
         total = torch.stack(every).sum(1, dtype=torch.float64)
@@ -437,6 +459,7 @@ class Executor:
         # The norms are kept for `first_bad`: a unit's norms are finite only if all its
         # elements are.
         host, stage = self.program.host, self.program.owner[self.rank]
+        # A unit is counted on the stage that runs its own piece.
         home = {
             n: u for n, u in self.local.units.items() if host[u.piece] == stage
         }
@@ -444,10 +467,12 @@ class Executor:
             n: _norms(u) for n, u in home.items() if u.groups.replica.rank == 0
         }
         own = sum_of_squares(self.norms.values(), self.loss.device).view(1)
+        # Rides with the norm, so that stopping needs no message of its own.
         wants = torch.full_like(self.loss, float(self.wants_to_stop()))
         sums = torch.cat((own, self.loss, wants, self.metrics))
 
         def agreed() -> None:
+            # Gradients carry the loss scale, which the norm must not.
             self.norm = sums[:1].sqrt() / self._loss_scale
             self._use_sums(sums[1:3])
             self.metrics = sums[3:] / self._divisor
@@ -462,6 +487,7 @@ class Executor:
         ranks that want to stop."""
         assert self.norm is not None
         total = sums[:1] / self._divisor
+        # A NaN loss makes the norm NaN, so that no rank updates anything.
         self.norm = self.norm.where(total.isfinite(), math.nan)
         self.sums = {"total": total, "stops": sums[1:]}
 
@@ -487,10 +513,14 @@ class Executor:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
         taken = {} if piece.first else self.inputs.pop((p, m))
+        # Kept for a recomputation that starts here.
         if taken and (p, m) in self.restarting:
             self.segments[p, m] = taken
         again = self.again.get((p, m))
+        # What is recomputed keeps nothing now.
         keep = self.trains and again is None
+        # A deque: the recomputation takes the results in the order of the
+        # forward.
         if again and again.kind == ops.RECOMPUTE_PART:
             self.selected[p, m] = deque()
         selected = self.selected.get((p, m))
@@ -504,6 +534,7 @@ class Executor:
             self._add_loss(out["x"])
             if METRICS in out and self.local.groups.tp.rank == 0:
                 self.metrics += out[METRICS]
+        # The head's output is the loss; others go to the next piece.
         else:
             self._pass_on(ops.FORWARD, p, p + 1, m, out)
 
@@ -522,6 +553,7 @@ class Executor:
             m, taken, self._batch(m), keep=True, selected=selected
         )
         out.pop(CHOICES, None)  # the forward's choices are summed already
+        # A recomputation that starts from the one before takes its output.
         if (p + 1, m) in self.again and (p + 1, m) not in self.restarting:
             self.segments[p + 1, m] = out
 
@@ -529,6 +561,7 @@ class Executor:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
         if piece.last:  # a step without valid tokens has zero gradients
+            # The loss is a mean over the valid tokens of all ranks.
             gradients = piece.seed(m, self._loss_scale / self._divisor)
         else:
             gradients = self.gradients.pop((p, m))
@@ -553,10 +586,12 @@ class Executor:
     def _weight_gradient(self, op: Op) -> None:
         self.local.pieces[op.piece].weight_gradient(op.index)
 
+    # The activations of a microbatch, or what its recomputation needs.
     def _leave(self, op: Op) -> Work:
         key = op.piece, op.index
         if key in self.segments:  # recomputed later: only its input is kept
             kept = self.segments.pop(key), self.selected.pop(key, None)
+            # Boxes hold a tensor here or on the host.
             self.away[key] = boxed = tree_map_only(Tensor, Box, kept)
             return self.out.begin(lambda: tree_map_only(Box, Box.leave, boxed))
         if key in self.again:
@@ -592,8 +627,10 @@ class Executor:
     def _pass_on(
         self, way: str, p: int, to: int, m: int, bundle: Bundle
     ) -> None:
+        # Sums of outputs and gradients, to find the first bad one later.
         for x in bundle.values():
             self._watch(way, p, x)
+        # The next piece is on this rank, or a message carries it.
         if to in self.local.pieces:
             self.arrivals[way][to, m] = bundle
         else:
@@ -611,6 +648,7 @@ class Executor:
     def _exchange(self, op: Op) -> Work:
         gradient = op.kind == ops.EXCHANGE_GRADIENT
         bundles = self.gradients if gradient else self.inputs
+        # A backward has passed its gradient on to the piece before.
         bundle = bundles[op.piece - gradient, op.index]
         return self.local.exchange.begin(
             op.piece, op.index, bundle, gradient=gradient
@@ -621,9 +659,12 @@ class Executor:
     def _edge(self, op: Op) -> tuple[str, Group, Bundle]:
         """Return a message's direction, its group, and empty tensors of its shapes."""
         groups = self.local.groups
+        # Shapes follow from the batch: the receiver allocates before the
+        # message comes.
         edge = self.local.edge(max(op.piece, op.peer), self.batches[op.index])
         if op.of == ops.FORWARD:
             return ops.FORWARD, groups.activations, edge
+        # Integers, such as counts of tokens, have no gradients.
         edge = {name: x for name, x in edge.items() if x.is_floating_point()}
         return ops.BACKWARD, groups.gradients, edge
 
@@ -636,6 +677,7 @@ class Executor:
             n: out[n] if n in out or way == ops.FORWARD else x.zero_()
             for n, x in edge.items()
         }
+        # `host` maps a piece to the rank of its stage.
         to = self.program.host[op.peer]
         return WorkGroup(
             [
@@ -646,6 +688,8 @@ class Executor:
 
     def _receive(self, op: Op) -> Work:
         way, group, edge = self._edge(op)
+        # Filled by the message; whoever reads it waits for this operation
+        # first.
         self.arrivals[way][op.piece, op.index] = edge
         at = self.program.host[op.peer]
         return WorkGroup(
@@ -660,6 +704,7 @@ class Executor:
             [
                 unit.gather()
                 for unit in units
+                # Frozen weights that are at home whole need no gather.
                 if not (unit.frozen and unit.same)
             ]
         )
@@ -687,6 +732,7 @@ class Executor:
     def _tie(self, op: Op) -> Work:
         unit = self.local.units[op.piece]
         assert unit.gradient is not None
+        # On the shards, so the sum over two stages has few bytes.
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
 
     def _to_owners(self, op: Op) -> Work:
@@ -706,6 +752,7 @@ class Executor:
 
     def _updates(self, op: Op) -> list[Update]:
         """Return the updates of a piece's units, including its experts'."""
+        # Experts have a unit of their own, numbered behind all pieces.
         units = (op.piece, op.piece + self.program.pieces)
         return [self.updates[n] for n in units if n in self.updates]
 
@@ -717,6 +764,7 @@ class Executor:
         # fault.
         if not self.trains:
             return
+        # In float32: a sum in 16 bits could overflow by itself.
         total = x.sum(dtype=WIDE[x.dtype]) if x.dtype in WIDE else x.sum()
         known = self.sums_of.get((way, piece))
         self.sums_of[way, piece] = total if known is None else known + total
@@ -753,6 +801,8 @@ class Executor:
                 f", a sum over {ranks} ranks of which any may have made it,"
             )
             text = f"the gradient of piece {names[p]}{several if ranks > 1 else ''}"
+            # Positions along a step: outputs from 0, then gradients from the
+            # last piece to the first.
             causes.append((3 * pieces - 2 * p + (ranks > 1), text))
         return min(causes, default=None)
 
@@ -778,6 +828,7 @@ class Validator(Executor):
             dict(self._routers()),
         )
         for router in routers.values():
+            # Counts of choices are added while batches run.
             router.tally = torch.zeros(
                 router.experts, dtype=torch.int64, device=device
             )
@@ -812,6 +863,7 @@ class Validator(Executor):
         over all ranks."""
         result = self.step(batches, 0.0)
         group = self.local.groups.everyone
+        # Each rank has its share of the sums.
         own = (result.loss, *result.metrics)
         total = torch.tensor(own, dtype=torch.float64, device=group.device)
         group.all_reduce(total)
@@ -834,6 +886,7 @@ def _norms(unit: Unit) -> Tensor:
     float32 sum over 4M elements.
     """
     wide = torch.promote_types(unit.precision.reduce, torch.float32)
+    # An empty tensor, so that `cat` has at least one.
     norms = [torch.empty(0, dtype=wide, device=unit.pool.device)]
     for x in unit.counted():
         if not x.numel():
@@ -842,6 +895,7 @@ def _norms(unit: Unit) -> Tensor:
         if x.dim() < 2 and x.numel() <= _SHORT:
             parts = [x.view(1, -1)]
         elif x.dim() < 2:
+            # Rows of `_SHORT` elements, and the rest.
             whole = x.numel() // _SHORT * _SHORT
             parts = [x[:whole].view(-1, _SHORT)]
             if whole < x.numel():
@@ -919,6 +973,7 @@ class DeviceClock(StepClock):
 
     def _next_event(self) -> Any:
         if self._records:
+            # Without spans or a watcher no event is needed.
             self._last = self._event()
         return self._last
 
@@ -932,6 +987,7 @@ class DeviceClock(StepClock):
         return event
 
     def seconds(self, moment: Any) -> float:
+        # Milliseconds between events, after the start that the host has noted.
         return self._begun_at + float(self._begun.elapsed_time(moment)) / 1e3
 
 

@@ -11,6 +11,7 @@ def flight_record() -> bytes:
     answer. Call this from a thread that nothing waits for.
     """
     module = torch._C._distributed_c10d
+    # Versions of torch have one or the other.
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(module, name, None)
         if dump is not None:

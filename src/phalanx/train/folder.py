@@ -38,6 +38,7 @@ class Folder:
         path = self.path / name
         try:
             if (
+                # A link inside the folder is followed.
                 path.is_symlink()
                 and self.path.resolve() not in path.resolve().parents
             ):

@@ -22,9 +22,11 @@ def hold_from_first_rank(
 
     Collective. If another run has locked them, every rank raises the same error.
     """
+    # The command that started local ranks holds the lock for them.
     if held:
         yield
         return
+    # Stop files that are older than this belong to an earlier start.
     begun = time.time()
     with agreement(
         world
@@ -38,9 +40,11 @@ def hold_from_first_rank(
                 remove_stale_stop(run, begun, launched=True)
             except (RunLocked, StopError, OSError) as error:
                 refusal = str(error)
+        # Every rank learns the refusal, and raises it together.
         if refusal := broadcast_text(start, refusal):
             raise RunLocked(refusal)
         owner = broadcast_text(start, owner_of(run.checkpoints))
+        # All ranks must see rank 0's lock: otherwise the folder is not shared.
         if unseen := errors_of(start, unshared(run.checkpoints, owner)):
             raise RunLocked("; ".join(unseen[:4]))
         yield

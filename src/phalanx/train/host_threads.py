@@ -38,10 +38,12 @@ def threads_of(own: Home, homes: Sequence[Home]) -> int:
     """Return the number of threads of one rank: its share of the cores that it may use,
     at least one."""
     where, allowed = own
+    # Ranks of this host that may use each core.
     users = Counter[int]()
     for other, its in homes:
         if other == where:
             users.update(its)
+    # A core that several ranks may use counts in equal parts.
     share = sum(Fraction(1, users[core]) for core in allowed)
     return max(1, int(share))
 

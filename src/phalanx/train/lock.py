@@ -78,12 +78,14 @@ class Owner:
     @property
     def gone(self) -> bool:
         """True if the process has ended, as far as this host can tell."""
+        # A process of another host cannot be examined: it counts as alive.
         if self.host != socket.gethostname():
             return not self.host
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
+        # It exists, and belongs to another user.
         except OSError:
             return False
         return not started_at(self.pid)  # a zombie holds no locks
@@ -97,6 +99,7 @@ def hold_run(*folders: Path) -> Iterator[None]:
     """Lock the folders that a run writes, or raise at once if another run has locked
     one."""
     with ExitStack() as stack:
+        # `out` and the checkpoint folder may be one: lock it once.
         for folder in dict.fromkeys(each.resolve() for each in folders):
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_held(folder))
@@ -112,6 +115,8 @@ def hold_as_rank(*folders: Path) -> Iterator[None]:
             # another host's folder, or no locks: `.run.lock` must suffice
             with suppress(OSError):
                 descriptor = stack.enter_context(_opened(folder / RANKS))
+                # Shared: all ranks hold it at once, and only a new start is
+                # kept out.
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
 
@@ -129,6 +134,7 @@ def unshared(folder: Path, owner: str, seconds: float = ENDING) -> str:
     Another host's writes may take some seconds to appear.
     """
     end = time.monotonic() + seconds
+    # Network file systems show other hosts' writes late.
     while owner and owner_of(folder) != owner:
         if time.monotonic() > end:
             return (
@@ -145,12 +151,14 @@ def _held(folder: Path) -> Iterator[None]:
         descriptor = stack.enter_context(_opened(folder / RUN))
         locks = True
         try:
+            # The run's lock first: whoever has it may write the owner.
             _lock(folder, RUN, descriptor)
             # Forked ranks inherit the descriptor, so closing it would not release the
             # lock.
             stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
+                # Another error is one of the disk, not a lack of locks.
                 raise
             locks = False
             _create(folder)
@@ -161,6 +169,8 @@ def _held(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             os.pwrite(descriptor, Owner.me().text, 0)
             os.fsync(descriptor)  # other hosts check that they see it
+        # Ranks of an earlier launcher get time to end before this start
+        # begins.
         if locks:
             with _opened(folder / RANKS) as ranks:
                 _lock(folder, RANKS, ranks)
@@ -169,6 +179,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
+    # A link could lead to a file that is locked by another program.
     with open_regular(path, flags | os.O_CREAT | os.O_NOFOLLOW) as file:
         yield file.fileno()
 
@@ -183,6 +194,8 @@ def _lock(folder: Path, name: str, descriptor: int) -> None:
             # Whoever holds `.run.lock` knows that ranks holding `.ranks.lock` have lost
             # their launcher.
             owner, late = Owner.read(folder / RUN), time.monotonic() > end
+            # A living owner is refused at once; after a dead one, its ranks
+            # may still be ending.
             if name == RUN and (late or not owner.gone):
                 raise RunLocked(_refusal(folder, owner)) from None
             if late:
@@ -193,6 +206,7 @@ def _lock(folder: Path, name: str, descriptor: int) -> None:
 def _create(folder: Path) -> None:
     """Claim the folder by creating a file, on file systems without locks."""
     path = folder / HELD
+    # A second try after a leftover of a dead process was removed.
     for last in (False, True):
         try:
             with _opened(path, os.O_WRONLY | os.O_EXCL) as descriptor:
@@ -235,10 +249,12 @@ def _holders(folder: Path) -> list[int]:
     as permissions allow."""
     wanted = set()
     for name in (RUN, RANKS):
+        # A lock belongs to the file, whatever path leads to it.
         with suppress(OSError):
             status = (folder / name).stat()
             wanted.add((status.st_dev, status.st_ino))
     holders = set()
+    # Descriptors of all processes that may be read.
     for opened in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             status = opened.stat()

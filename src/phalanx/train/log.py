@@ -50,6 +50,7 @@ def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
     handler: logging.Handler = logging.NullHandler()
     with suppress(OSError):  # an unwritable log is no reason to end a run
         (out / "logs").mkdir(exist_ok=True)
+        # Never through a link, which could lead to any file of the user's.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         file = open_regular(out / "logs" / f"rank-{rank}.log", flags)
         handler = logging.StreamHandler(
@@ -96,6 +97,7 @@ class RunLog:
         self, run: Run, positions: Positions, *, active: bool, quiet: bool
     ) -> None:
         self.positions = positions
+        # The start of the process, on the clock of the journal.
         self.began = round(clock() - (time.monotonic() - positions.begun), 3)
         self.run, self.out, self.active, self.quiet = (
             run,
@@ -177,6 +179,7 @@ class RunLog:
         if not self.active:
             return
         count, total = len(seconds), sum(seconds)
+        # Seconds of a step, FLOPs of a step: shares of the peak follow.
         each, flops = total / count, self.flops
         values = {
             **numbers,
@@ -187,6 +190,8 @@ class RunLog:
             "mfu": flops.model,
             "mfu_full": flops.full,
             "hfu": flops.hardware,
+            # MFU counts causal attention, `mfu_full` all pairs, HFU also what is
+            # computed again.
         }
         values |= {
             name: work / each / self.peak for name, work in done.items()
@@ -207,6 +212,8 @@ class RunLog:
             "began": self.began,
             **values,
         }
+        # Seconds of each phase since the record before; reading restarts the
+        # count.
         record["spent"] = {
             name: round(s, 4) for name, s in self.positions.taken().items()
         }
@@ -254,6 +261,7 @@ class RunLog:
         if not self.active:
             return
         self._record("sample", {"step": step, "prompt": prompt, "text": text})
+        # JSON shows line ends and control characters as escapes, on one line.
         shown = json.dumps(prompt.lstrip() + text, ensure_ascii=False)
         if len(shown) > _SHOWN:
             shown = f"{shown[:_SHOWN]}..."
@@ -295,6 +303,7 @@ class RunLog:
         except FileNotFoundError:
             # the folder was removed: the next step notices that and saves (`stop.py`)
             pass
+        # Any other error of the disk ends the run, unless it goes on without.
         except OSError as error:
             if not self.goes_on:
                 raise _disk_error(self.out / name, error) from error
@@ -304,6 +313,7 @@ class RunLog:
             return
         with self.positions.phase("saving", "finishing the logging tools"):
             end_sinks(self.sinks)
+        # A tool's last problems are worth a line, not an error at the end.
         with suppress(JournalError):  # the run's own end was reported before
             self._tell_sinks()
         if self.journal.lost:
@@ -354,6 +364,7 @@ class Journal:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         self.file: BinaryIO = open_regular(path, flags)
         size = os.fstat(self.file.fileno()).st_size
+        # A crash may have left half a line: begin behind a line end.
         self.cut = (
             size > 0 and os.pread(self.file.fileno(), 1, size - 1) != b"\n"
         )
@@ -368,6 +379,7 @@ class Journal:
             self.lost += 1
 
     def _append(self, line: bytes) -> None:
+        # A write may take only a part, on a disk that fills up.
         left = memoryview(line)
         while left:
             left = left[os.write(self.file.fileno(), left) :]
@@ -403,6 +415,7 @@ class Screen:
 
     def start(self, step: int) -> None:
         self.begun, self.at = time.monotonic(), step
+        # rich is imported on a terminal only: it takes time to load.
         if self.stream.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
@@ -430,6 +443,7 @@ class Screen:
         self.stream.write(f"{printable(text)}\n")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        # Seconds left, by the mean of this start's steps.
         spent, steps = time.monotonic() - self.begun, self.run.steps
         minutes, seconds = divmod(
             round(spent / max(1, step - self.at) * (steps - step)), 60
@@ -464,7 +478,9 @@ def memory_of(device: torch.device, sharing: int = 1) -> int:
     """
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
+        # Used on the GPU, but not by torch's allocator.
         besides = max(0, whole - free - torch.cuda.memory_reserved(device))
         return (torch.cuda.max_memory_allocated(device) + besides) // sharing
+    # Kilobytes on Linux, bytes on macOS.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

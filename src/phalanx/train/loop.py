@@ -85,8 +85,10 @@ def train(
     `verify` uses it.
     """
     refuse_random_by_name(run)
+    # From here on a run has steps, not epochs.
     run = counted_steps(run)
     with (
+        # Locks first, so that nothing of another run is touched.
         hold_from_first_rank(world, run, held=held),
         hold_as_rank(Path(run.out), run.checkpoints),
         rank_log(Path(run.out), world.rank, world.size) as own_log,
@@ -97,9 +99,11 @@ def train(
         )
         own_log.info("layout %s on %s", chosen or "of one rank", world.device)
         keep_freed_memory(world.device)
+        # Weights are not drawn yet: a checkpoint may replace them.
         # Builds the program, shards the model and opens the groups.
         rank = Rank(world, run, chosen, drawn=False)
         rank.write_to(positions)
+        # From here on signals end the run after its step.
         with stop_requests(
             Path(run.out, STOP), first=world.rank == 0
         ) as requests:
@@ -140,6 +144,8 @@ def _from_start_to_end(
             positions.phase("reading a checkpoint", str(run.checkpoints)),
             uploads.claimed(),
         ):
+            # Claimed before reading: another run's folder is neither read nor
+            # changed.
             start = load_or_draw(state, log, memory.checkpoints)
             give_reference(rank, log, start)
         disk = DiskSaves(rank, log, state.progress, uploads)
@@ -170,6 +176,8 @@ def _from_start_to_end(
             last = make_steps(
                 rank, positions, start, measured.number, listeners
             )
+        # In this order: the last checkpoint must be complete before its upload
+        # is waited for.
         disk.finish()
         not_uploaded = uploads.finish()
         memory.close()
@@ -200,10 +208,13 @@ def make_steps(
 
     All ranks start the `measured` step at the same time.
     """
+    # The watcher measures from here.
     positions.begin()
     completed = None
     for number in range(start, rank.run.steps):
         try:
+            # The first step compiles and allocates, so it has a phase of its
+            # own.
             with positions.phase("in a step" if completed else "first step"):
                 completed = make_step(
                     rank, positions, number, together=number == measured
@@ -236,6 +247,7 @@ def _log_start(rank: Rank, log: RunLog, start: int) -> None:
     if run.validation.batches and not rank.batches.validations:
         log.event("data", nothing_held_out(rank))
     for notice in rank.notices:
+        # Each rank's device may differ; rank 0 reports its own.
         log.event("model", notice)
     device = rank.world.device
     for notice in device_notices(
@@ -263,6 +275,7 @@ def _log_start(rank: Rank, log: RunLog, start: int) -> None:
 def _stopped_by(rank: Rank, requests: StopRequests) -> str:
     """Return the cause of the stop, the same on all ranks: a final one if any, else the
     first signal."""
+    # "rank 3: SIGTERM" -> "SIGTERM".
     each_rank = errors_of(rank.part.everyone, requests.by)
     names = [each.partition(": ")[2] for each in each_rank]
     return next((name for name in names if name in FOR_GOOD), names[0])

@@ -24,12 +24,15 @@ class MeasuredStep:
     def __init__(self, rank: Rank, log: RunLog, start: int) -> None:
         self.rank, self.log = rank, log
         run = rank.run
+        # `profile.start` steps after this start, or the last step of a shorter
+        # run.
         self.number = min(start + run.profile.start, run.steps - 1)
 
     def after_step(self, step: CompletedStep) -> None:
         if step.done != self.number + 1:
             return
         part = self.rank.part
+        # Seconds since the step's common begin, which all ranks share.
         spans = tuple(
             Span(
                 s.rank, s.lane, s.op, s.start - step.begun, s.end - step.begun
@@ -70,6 +73,7 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
     state: dict[int, int] = {}
     for number, update in part.updates.items():
         tensors = [x for kept in update.state.values() for x in kept.values()]
+        # Tensors without dimensions are step counts.
         state[number] = sum(x.nbytes for x in tensors if x.dim())
     row = part.program.owner[rank]
     sizes = _sizes(units, state, part.program.pieces)
@@ -78,6 +82,7 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
         kind: kinds.get(kind, 0.0) for kind in ("weights", "optimizer")
     }
     both = kinds.get("gathered", 0.0) + kinds.get("gradients", 0.0)
+    # The most buffers of each size that were in use at once.
     pool = sum(
         n * size * dtype.itemsize
         for (size, dtype), n in part.local.pool.most.items()
@@ -93,6 +98,7 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
     }
 
 
+# Activations count 0: only kinds that can be measured are compared.
 def _sizes(
     units: Sequence[Unit], state: Mapping[int, int], pieces: int
 ) -> Sizes:

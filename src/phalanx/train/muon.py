@@ -33,11 +33,17 @@ COEFFICIENTS, TINY = (3.4445, -4.7750, 2.0315), 1e-7
 def orthogonalized(x: Tensor) -> Tensor:
     """Orthogonalize matrices (n, rows, columns): bring their singular values near 1, by
     Newton-Schulz."""
+    # Coefficients of a quintic that brings singular values near 1 in few
+    # steps.
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
+    # The Gram matrix of the short side is the smaller one.
     x = x.mT if tall else x
+    # The Frobenius norm bounds the largest singular value, so that iteration
+    # converges.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=TINY)
     for _ in range(STEPS):
+        # x <- a x + (b G + c G^2) x, with G = x x'.
         gram = x @ x.mT
         x = torch.baddbmm(
             x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a
@@ -67,8 +73,10 @@ class Muon:
         return MuonUpdate(unit, self)
 
     def scale_of(self, rows: int, columns: int) -> float:
+        # adjust_lr_fn "original": sqrt(max(1, rows / columns)).
         if self.scale == "original":
             return math.sqrt(max(1.0, rows / columns))
+        # The RMS of an AdamW update is about 0.2 (Liu et al. 2025).
         return 0.2 * math.sqrt(max(rows, columns))
 
 
@@ -100,6 +108,8 @@ class Matrix(NamedTuple):
 
     def span(self, unit: Unit, shard: int) -> slice:
         """The elements of the matrix in a shard, relative to the shard's start."""
+        # The part of [start, stop) that lies in this shard; empty if there is
+        # none.
         begin, end = unit.part * shard, unit.part * (shard + 1)
         first = min(max(self.start, begin), end)
         return slice(first - begin, max(min(self.stop, end), first) - begin)
@@ -120,6 +130,8 @@ def matrices_of(unit: Unit) -> list[Matrix]:
             Matrix(weight, offset + n * math.prod(weight.local[-2:]))
             for n in starts
         )
+    # Heaviest first, to the rank with least work; units start at different
+    # ranks.
     owners = assign_owners(
         [m.work for m in found],
         len(unit.groups.places),
@@ -157,6 +169,7 @@ class MuonUpdate(Update):
 
     def __init__(self, unit: Unit, optimizer: Muon) -> None:
         segments = unit.own_segments(matrices=True)
+        # Elementwise weights are AdamW's; matrices have runs of their own.
         super().__init__(
             unit, optimizer.others, [s for s in segments if not s.matrices]
         )
@@ -165,6 +178,8 @@ class MuonUpdate(Update):
         self.matrix_runs = [(run, unit.home[run]) for run in runs]
         self.every_run = [*self.runs, *self.matrix_runs]
         self.device = unit.pool.device
+        # bf16 on GPUs, whose matrix units compute it; a CPU keeps the weights'
+        # dtype.
         wide = self.device.type == "cpu" or unit.home.dtype == torch.float64
         self.dtype = unit.home.dtype if wide else torch.bfloat16
         self.group, self.places = unit.groups.matrices, unit.groups.places
@@ -204,10 +219,13 @@ class MuonUpdate(Update):
                 matrix.weight.copies,
                 matrix.span(self.unit, place.shard),
             )
+            # One of the tp ranks with equal copies sends, from the owner's own
+            # replica.
             first = place.tp % copies == 0 if copies else place.tp == 0
             if owner is None or (
                 first and place.replica == self.places[owner].replica
             ):
+                # From the shard's numbering to that of the matrix.
                 shift = self.unit.part * place.shard - matrix.start
                 inside = slice(at.start + shift, at.stop + shift)
                 parts.append(MatrixPart(matrix, place, inside, at))
@@ -221,12 +239,14 @@ class MuonUpdate(Update):
         owners."""
         gradient = self.unit.gradient
         assert gradient is not None
+        # The shard's momentum in the dtype of the exchange.
         moved = torch.empty(
             self.unit.part, dtype=self.dtype, device=self.device
         )
         for run, view in self.matrix_runs:
             moved[run] = self._momentum(view, gradient[run], scale)
         own = [moved[part.at] for parts in self.to_owner for part in parts]
+        # An empty slice, so that `cat` has at least one tensor.
         sent = torch.cat([moved[:0], *own])
         self.received, work = self._exchange(sent, self.to_owner, self.of_mine)
         return work
@@ -240,6 +260,7 @@ class MuonUpdate(Update):
         """Start an all-to-all of matrix parts. Return the receive buffer and the
         pending work."""
         assert self.group is not None
+        # Elements to each rank and from each rank.
         sends, takes = (
             [sum(p.length for p in parts) for parts in side]
             for side in (to, of)
@@ -260,9 +281,11 @@ class MuonUpdate(Update):
             )
             kept[_MOMENTUM] = torch.zeros_like(view)
         own = gradient.to(view.device, view.dtype)
+        # A tensor on the device, so that a skipped step needs no read.
         weight = torch.full((), 1.0 - m, dtype=view.dtype, device=view.device)
         kept["step"] += 1
         if scale is not None:
+            # A skipped step leaves momentum and count as they were.
             scale = scale.on(view.device)
             skip = scale.skip.view(())
             own = (own * scale.factor.to(own.dtype)).masked_fill_(
@@ -270,6 +293,8 @@ class MuonUpdate(Update):
             )
             weight = weight * (1.0 - skip).to(weight.dtype)
             kept["step"] -= skip
+        # As torch.optim.Muon: an average of gradients, then Nesterov's look
+        # ahead.
         buffer = kept[_MOMENTUM].lerp_(own, weight)
         return own.lerp(buffer, m) if self.muon.nesterov else buffer
 
@@ -280,12 +305,14 @@ class MuonUpdate(Update):
         self.lr, self.scale = lr, scale
         if self.group is not None:
             self.result = self._orthogonal()
+            # Nothing received is needed any more: free the buffer.
             self.received = self.result[:0]
         super().__call__(lr, scale)
 
     def _orthogonal(self) -> Tensor:
         """Return the orthogonalized matrices of this rank, packed for the exchange."""
         wholes = self._wholes()
+        # Matrices of one shape, also those packed into one weight.
         alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for matrix in self.mine:
             for rows, columns in matrix.weight.matrices:
@@ -296,6 +323,7 @@ class MuonUpdate(Update):
             made = orthogonalized(torch.stack(these)) * self.muon.scale_of(
                 *shape
             )
+            # Back into the whole weights, of which `these` are views.
             torch._foreach_copy_(these, list(made.unbind()))
         parts = (part for parts in self.results for part in parts)
         own = (
@@ -311,11 +339,13 @@ class MuonUpdate(Update):
         came = torch.split(self.received, [part.length for part in parts])
         new, wholes = self.received.new_zeros, dict[int, Tensor]()
         by_tp: dict[tuple[int, int], Tensor] = {}
+        # First each tp rank's part, in its own order.
         for part, numbers in zip(parts, came, strict=True):
             key = part.matrix.start, part.place.tp
             if key not in by_tp:
                 by_tp[key] = new(part.matrix.stop - part.matrix.start)
             by_tp[key][part.inside] = numbers
+        # Then the parts at their places; padding is left out.
         for matrix in self.mine:
             whole = wholes[matrix.start] = new(matrix.weight.shape[-2:])
             for tp in (tp for start, tp in by_tp if start == matrix.start):
@@ -337,6 +367,7 @@ class MuonUpdate(Update):
     @torch.no_grad()
     def _apply(self, came: Tensor) -> None:
         unit, lr = self.unit, self.lr * self.muon.rate
+        # Decoupled weight decay: w <- (1 - lr decay) w - lr update.
         kept = torch.full_like(unit.home[:1], 1.0 - lr * self.muon.decay).view(
             ()
         )
@@ -354,9 +385,11 @@ class MuonUpdate(Update):
         wide = came.to(unit.home.device, unit.home.dtype)
         results = torch.split(wide, [part.length for part in parts])
         for part, numbers in zip(parts, results, strict=True):
+            # In place, on the slice of the home.
             own = unit.home[part.at]
             own *= kept
             own -= lr * numbers
+        # The copy for computing follows the home.
         unit.refresh()
 
 

@@ -51,6 +51,7 @@ class NextBatch:
         if ready is None or ready.step != step:
             return self._read(step)
         computing = torch.cuda.current_stream(self._device)
+        # The device waits, not the host.
         computing.wait_event(ready.copied)
         for microbatch in ready.microbatches:
             for tensor in microbatch.values():
@@ -69,6 +70,7 @@ class NextBatch:
         # An unreadable batch raises in its own step, which reads it again.
         with torch.cuda.stream(self._stream), suppress(DataError):
             microbatches = self._read(step)
+            # Recorded after the last copy of this batch.
             copied = self._stream.record_event()
             self._ready = _Ready(step, microbatches, copied)
         self.seconds = time.perf_counter() - started

@@ -54,10 +54,12 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, norm: Tensor, clip: float, loss_scale: float) -> Scale:
+        # Gradients carry the loss scale: divide by it.
         factor = torch.full_like(norm, 1.0 / loss_scale)
         if clip:
             # like torch's clip_grad_norm_, including its 1e-6
             factor = factor * (clip / (norm + 1e-6)).clamp(max=1.0)
+        # 1 leaves weights and state of the fused kernels untouched.
         skip = (~norm.isfinite()).float()
         return cls(
             factor, factor.reciprocal().float(), skip, 1.0 - skip.view(())
@@ -105,9 +107,11 @@ class Update:
         self.prepared = False
         alike: dict[tuple[float, float], _Alike] = {}
         for segment in unit.own_segments() if segments is None else segments:
+            # Elements of the flat home; views, so the kernel writes into it.
             run = slice(segment.start, segment.stop)
             home = unit.home[run]
             self.runs.append((run, home))
+            # Runs with equal decay and rate share one call of the kernel.
             key = optimizer.decay if segment.decay else 0.0, segment.rate
             one = alike.setdefault(key, _Alike(*key, [], [], []))
             one.runs.append(run)
@@ -116,6 +120,7 @@ class Update:
 
     def restore(self, view: Tensor, state: State) -> None:
         """Replace a run's state by a checkpoint's."""
+        # New tensors: the lists for the kernel are made again.
         self.state[view], self.prepared = state, False
 
     def _prepare(self) -> None:
@@ -123,6 +128,7 @@ class Update:
         step."""
         self.prepared = True
         states = [self.state.setdefault(view, {}) for _, view in self.runs]
+        # All runs share one count, on the device.
         if self.optimizer.counts and states:
             device = self.runs[0][1].device
             made = states[0].get("step")
@@ -139,6 +145,7 @@ class Update:
                 state["step"] = self.count
         for one in self.alike:
             each = [self.state[view] for view in one.views]
+            # One list for each kind of state, in the order of the views.
             one.kept = [
                 [state[kind] for state in each]
                 for kind in self.optimizer.kinds
@@ -158,10 +165,13 @@ class Update:
         if not self.prepared:
             self._prepare()
         if self.count is not None:
+            # A skipped step is not counted, so bias correction stays right.
             self.count.add_(1.0 if scale is None else scale.done)
         for one in self.alike:
             views = one.views
             own = self.unit.gradients(one.runs)
+            # The gradient may be in another dtype, or on the GPU while the
+            # weights are on the host.
             if (
                 own[0].dtype != views[0].dtype
                 or own[0].device != views[0].device
@@ -173,10 +183,14 @@ class Update:
                 "maximize": False,
             }
             if scale is not None:
+                # The kernels divide the gradients and skip the update by
+                # themselves.
                 common |= {
                     "grad_scale": scale.divisor,
                     "found_inf": scale.skip,
                 }
+                # A float32 divisor would round float64 gradients: scale them
+                # before.
                 if own[0].dtype == torch.float64:
                     _torch._foreach_mul_(own, scale.factor.view(()))
                     del common["grad_scale"]  # it is float32
@@ -196,7 +210,9 @@ class Update:
                     0.0,
                 )
             self.optimizer.kernel(views, own, one.kept, self.count, **common)
+        # The gradient is consumed: its memory is free for the next one.
         self.unit.spend()
+        # The copy for computing follows the home.
         self.unit.refresh()
 
 
@@ -239,6 +255,7 @@ class AdamW:
         **common: Any,
     ) -> None:
         _torch._fused_adamw_(
+            # amsgrad keeps a maximum, for which no state is passed.
             runs, own, *kept, [], [count] * len(runs),
             beta1=self.beta1, beta2=self.beta2, eps=self.eps, amsgrad=False, **common,
         )  # fmt: skip
@@ -285,6 +302,7 @@ def learning_rate(choice: OptimizerChoice, step: int, steps: int) -> float:
     It rises linearly from lr / warmup_steps in the first step, and reaches `min_lr` in
     the last one.
     """
+    # From lr / warmup in the first step to lr in the last one of the warmup.
     if step < choice.warmup_steps:
         return choice.lr * (step + 1) / choice.warmup_steps
     start = choice.warmup_steps
@@ -294,6 +312,7 @@ def learning_rate(choice: OptimizerChoice, step: int, steps: int) -> float:
         # Hu et al. 2024: constant, then a short decay; the last tenth of the run by
         # default.
         start = max(start, steps - (choice.decay_steps or -(-steps // 10)))
+    # 1 in the last step, so that it has the lowest rate.
     done = (step - start + 1) / max(1, steps - start)
     done = min(1.0, max(0.0, done))
     falls = (

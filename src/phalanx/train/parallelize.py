@@ -89,8 +89,10 @@ def parallelize(
     local = build_local(
         world, layout, model, program, seed=seed, precision=precision
     )
+    # float16 alone has too little range for small gradients.
     scaling = LossScale() if layout.precision == FP16 else None
     rank = world.rank
+    # Both executors divide losses alike; only the trainer has an optimizer.
     terms: Any = {"clip": clip, "scaling": scaling, "measure": measure}
     trainer = Executor(local, program, rank, optimizer, **terms)
     validator = Validator(local, forward_only(program, layout), rank, measure)

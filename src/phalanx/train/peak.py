@@ -21,6 +21,7 @@ def peak_of(rank: Rank) -> tuple[float, str]:
         rank.part.layout.precision,
         rank.world,
     )
+    # A machine file that the user names comes first.
     if file:
         machine = Machine.load(file)
         best = machine.best(precision)  # the fastest matmul measured
@@ -34,6 +35,7 @@ def peak_of(rank: Rank) -> tuple[float, str]:
         entry = device_named(torch.cuda.get_device_name(world.device))
     known = entry.peak(precision) if entry else 0.0
     if entry and known:
+        # Ranks that share a GPU share its peak.
         return (
             known * world.size / world.sharing,
             f"{entry.name} as its maker states",
@@ -49,12 +51,14 @@ def _measured_peak(group: Group, dtype: torch.dtype) -> float:
     Ranks on one CPU share its cores; a window is longer than a scheduler time slice.
     The best of a few windows counts, since a peak is an upper bound.
     """
+    # Large enough that starting a kernel does not count.
     size = 8192 if group.device.type == "cuda" else 512
     a, b = (
         torch.randn(size, size, device=group.device).to(dtype)
         for _ in range(2)
     )
     out = torch.empty(size, size, device=group.device, dtype=dtype)
+    # A first product outside the windows: libraries load their kernels.
     torch.mm(a, b, out=out)
 
     def settle() -> None:
@@ -64,12 +68,14 @@ def _measured_peak(group: Group, dtype: torch.dtype) -> float:
     rates = list[float]()
     for _ in range(WINDOWS):
         settle()
+        # All ranks begin together, because they share cores.
         group.barrier()
         begun, count = time.perf_counter(), 0
         while (spent := time.perf_counter() - begun) < SECONDS:
             torch.mm(a, b, out=out)
             settle()
             count += 1
+        # 2 n^3 FLOPs for each product.
         rates.append(2.0 * count * size**3 / spent)
     rate = torch.tensor([max(rates)], dtype=torch.float64, device=group.device)
     group.all_reduce(rate)

@@ -27,6 +27,7 @@ def precision_of(name: str) -> Precision:
         torch.set_float32_matmul_precision(
             "high" if name == TF32 else "highest"
         )
+    # float32, or float64 where that is computed in.
     wide = torch.promote_types(compute, torch.float32)
     return Precision(compute, wide, wide)
 
@@ -39,6 +40,7 @@ def refuse_bfloat16(precision: Precision, device: torch.device) -> None:
         or device.type != "cuda"
         or torch.version.hip
     ):
+        # ROCm's capability numbers mean other things.
         return
     has = torch.cuda.get_device_capability(device)
     if has < (8, 0):
@@ -99,6 +101,7 @@ class LossScale:
     def saw(self, *, finite: bool) -> None:
         self.steady = self.steady + 1 if finite else 0
         if not finite:
+            # An overflow: half the scale, and the step was skipped.
             self.scale = max(1.0, self.scale / 2)
         elif self.steady >= self.patience:
             self.scale, self.steady = min(2.0**24, self.scale * 2), 0

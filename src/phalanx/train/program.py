@@ -34,6 +34,7 @@ def maker_of(run: Run) -> Maker:
     )
     if run.loss == DPO:
         beta = run.dpo.beta
+        # Pairs replace the loss; z_loss only adds to the plain one.
         return lambda: give_preference_loss(made(), beta)
     return partial(with_z_loss, made, run.z_loss) if run.z_loss else made
 
@@ -73,6 +74,8 @@ def layout_for(run: Run, ranks: int) -> Layout:
     the command plans."""
     shape = shape_of(run)
     layout = run.for_ranks(ranks).layout_of(shape)
+    # "auto": the command would have passed a layout; a rank has the recipe
+    # alone.
     if layout is None:
         tokens = run.tokens(shape)
         precision = run.precision or FP32
@@ -115,6 +118,8 @@ def fitting_program(
     `limit` returns the bytes that a rank may hold, given those of the fullest rank
     without any recomputation.
     """
+    # Sizes of all pieces without recomputation, from which a selection is
+    # made.
     model = cut_blocks(make(), layout)
     plain = program_of(model, replace(layout, recompute="none"), options)
     sizes = sizes_of(

@@ -55,6 +55,7 @@ def optimizer_of(run: Run) -> Optimizer:
         return adamw
     momentum, rate = (
         0.95 if o.momentum is None else o.momentum,
+        # The matrices' rate relative to that of all other weights.
         (o.matrix_lr or o.lr) / o.lr,
     )
     return Muon(momentum, o.nesterov, o.adjust_lr, rate, o.weight_decay, adamw)
@@ -89,8 +90,10 @@ def counted_steps(run: Run) -> Run:
         return run
     shape = shape_of(run)
     sequences = batches_of(run, shape).sequences
+    # The last step of an epoch may begin the next one.
     steps = max(1, math.ceil(run.epochs * sequences / shape.batch))
     counted = replace(run, epochs=0.0, steps=steps)
+    # Keys that depend on the number of steps were not checked before.
     if wrong := list(mistakes_of(counted)):
         raise RunError("run", wrong)
     return counted
@@ -122,6 +125,7 @@ def keep_freed_memory(device: torch.device) -> None:
         return
     with suppress(AttributeError):  # only glibc has mallopt
         adjust = ctypes.CDLL(None).mallopt
+        # -1: never trim the heap's top.
         adjust(-1, -1)  # M_TRIM_THRESHOLD
         # M_MMAP_THRESHOLD; older versions accept at most 32 MiB
         _ = adjust(-3, 1 << 30) or adjust(-3, 1 << 25)
@@ -145,6 +149,8 @@ class Rank:
             refuse_unknown_vocabulary(run)
             refuse_long_sample(run, self.shape)
             made = maker_of(run)()
+            # One rank is enough to compare the user's code with its
+            # description.
             if run.own and not world.rank:
                 self._refuse_other_forward()
                 refuse_mixing(made, layout)
@@ -158,6 +164,7 @@ class Rank:
             program = (
                 None if fits else program_of(model, layout, options_of(run))
             )
+            # What must be equal on all ranks before groups are opened.
             facts |= facts_of(run, layout, self.shape, model, program)
         program = program or self._fitting_program(layout)
         self.part = parallelize(
@@ -169,8 +176,11 @@ class Rank:
             precision=self.precision,
             clip=run.optimizer.clip,
             measure=BY_PAIRS if run.loss == DPO else BY_TARGETS,
+            # A folder's weights are read later; otherwise all ranks draw the
+            # same ones.
             seed=run.seed if drawn and not run.hub else None,
         )
+        # Updates on the host use cores that would be idle.
         if layout.weights_on_host and world.device.type != "cpu":
             use_threads_of_host(self.part.everyone)
         self.rows = self.part.rows_of(self.batches.size)
@@ -204,6 +214,7 @@ class Rank:
         return fitting_program(
             maker_of(own),
             layout,
+            # The first batch stands for all: shapes are those of every step.
             self.batches.batch(0),
             self.precision,
             lambda most: float(least),
@@ -219,5 +230,7 @@ class Rank:
         """From now on, record in `positions` which operation this rank is at."""
         for executor in (self.part.trainer, self.part.validator):
             executor.write_to(positions, self.part.names)
+        # Compiling may take minutes, which the watcher must not take for a
+        # hang.
         if self.part.layout.compile:
             tell_compilations(positions)

@@ -33,6 +33,7 @@ def give_reference(rank: Rank, log: RunLog, start: int) -> None:
         return
     path = Path(rank.run.out, FILE)
     count = sum(rank.batches.pair_rows)
+    # A resumed run has trained weights, so the first start's margins are read.
     margins = _kept(rank, path, count) if start else _computed(rank, count)
     if not start and not rank.world.rank:
         save_file({_MARGINS: margins}, path)
@@ -52,21 +53,25 @@ def _computed(rank: Rank, count: int) -> Tensor:
     )
     margins = torch.zeros(count, dtype=torch.float64)
     if loss is not None:
+        # A list makes the loss record the margin of each pair.
         loss.seen = []
     for first in range(0, count, batches.size):
         rows = batches.pair_batch(first, rank.rows)
+        # Forward only: the weights stay those of the reference.
         part.validator.step(part.microbatches(rows), 0.0)
     groups = part.local.groups
     if loss is not None:
         # Ranks of tp and cp have the same pairs; only one of them counts.
         if not (groups.tp.rank or groups.ring.rank or groups.ulysses.rank):
             for numbers, own in loss.seen or ():
+                # Pairs count from 1; 0 marks rows without a pair.
                 there = numbers.cpu() > 0
                 margins[numbers.cpu()[there] - 1] = own.cpu().double()[there]
         loss.seen = None
     return _summed(rank, margins)
 
 
+# Each rank has the margins of its own pairs, and 0 elsewhere.
 def _summed(rank: Rank, margins: Tensor) -> Tensor:
     total = margins.to(rank.part.everyone.device)
     rank.part.everyone.all_reduce(total)
@@ -80,10 +85,13 @@ def _kept(rank: Rank, path: Path, count: int) -> Tensor:
     if not rank.world.rank:
         try:
             read = load_file(path)[_MARGINS]
+            # A file of another data set has another number of pairs.
             fits = read.shape == margins.shape and read.dtype == margins.dtype
             margins, wrong = (read, 0.0) if fits else (margins, 1.0)
         except (OSError, KeyError, SafetensorError):
             wrong = 1.0
+    # The flag travels with the margins: one message, and all ranks raise
+    # together.
     both = _summed(rank, torch.cat((margins, torch.tensor([wrong]).double())))
     if both[-1]:
         raise TrainError(

@@ -60,6 +60,8 @@ class RemoteFolder:
         self.task = task or Task(lambda task: "")
         address, options = self.url.connection()
         open_url = importlib.import_module("fsspec").core.url_to_fs
+        # fsspec caches file systems by their options, and with them a hanging
+        # connection.
         words: dict[str, Any] = (
             {**options, "skip_instance_cache": True} if fresh else options
         )
@@ -68,6 +70,8 @@ class RemoteFolder:
 
     def _do(self, name: str, *words: Any, **more: Any) -> Any:
         """Call a method of the file system."""
+        # Before a call and after it: an abandoned thread ends, and progress is
+        # counted.
         self.task.check()
         result = getattr(self.fs, name)(*words, **more)
         self.task.moved()
@@ -86,6 +90,7 @@ class RemoteFolder:
             f"{self.root}/{name}" if step is None else self._path(step, name)
         )
         try:
+            # One byte more than allowed shows that a file is too long.
             raw: bytes = self._do("cat_file", path, start=0, end=limit + 1)
         except _ABSENT:
             return None
@@ -107,6 +112,7 @@ class RemoteFolder:
         anyway.
         """
         try:
+            # "x": exclusive creation, which not every store offers.
             with self._do("open", f"{self.root}/{name}", "xb") as file:
                 file.write(raw)
         except FileExistsError:
@@ -114,6 +120,7 @@ class RemoteFolder:
         except (
             Exception
         ):  # libraries raise different errors for an unsupported mode
+            # Read before writing: the next best, with a gap in between.
             if self.read(name, 0):
                 raise FileExistsError(f"{self.url}/{name}") from None
             self._do("pipe_file", f"{self.root}/{name}", raw)
@@ -129,6 +136,7 @@ class RemoteFolder:
         probe = f"{self.root}/{name}.{mark}"
         self._do("pipe_file", probe, b"now")
         try:
+            # Libraries cache listings with their times.
             self._do("invalidate_cache")
             now, then = (
                 self._do("modified", path)
@@ -167,6 +175,7 @@ class RemoteFolder:
             name, _, further = whole[len(path) + 1 :].partition("/")
             if name:
                 folder = bool(further) or entry.get("type") == "directory"
+                # Listed as a file and as a prefix: then it is a folder.
                 names[name] = names.get(name, False) or folder
         return names
 
@@ -179,6 +188,7 @@ class RemoteFolder:
 
     def _folders(self) -> dict[int, set[str]]:
         """Return the file names in each step's folder, newest step first."""
+        # Names that other starts have written since are not in the cache.
         self._do("invalidate_cache")
         found = [
             stored.step_of(name)
@@ -195,6 +205,7 @@ class RemoteFolder:
         """Return the steps with a complete checkpoint, newest first."""
         return [
             step
+            # Without a manifest it is an upload in progress, or interrupted.
             for step, names in self._folders().items()
             if MANIFEST in names
         ]
@@ -217,6 +228,8 @@ class RemoteFolder:
     def run_of(self, step: int, names: set[str]) -> str | None:
         """Return the run id of a step's folder; "" if its manifest has none, None
         without a manifest."""
+        # Complete, in progress, or being deleted: each state has the manifest
+        # somewhere.
         for name in (MANIFEST, WRITING, REMOVED):
             if name in names and (body := self.body(step, name)):
                 return stored.run_id_of(body.get("config"))
@@ -242,6 +255,7 @@ class RemoteFolder:
             and self.read(MANIFEST, stored.LIMIT, step) == text.encode()
         ):
             return
+        # The folder may be another run's: look before anything is changed.
         run = self.run_of(step, names)
         if run is not None and not owns(run, step):
             raise ForeignCheckpoint(
@@ -251,10 +265,13 @@ class RemoteFolder:
         if MANIFEST in names:  # from an abandoned course of the run
             self._do("mv", there(MANIFEST), there(REMOVED))
         self._do("makedirs", there(), exist_ok=True)
+        # The owner is named before the first file is there.
         self._do("pipe_file", there(WRITING), text.encode())
         work = partial(self._put, path, there)
         in_threads(work, manifest.files, FILES, self.task.check)
+        # Uploading takes time, in which the folder may have been taken over.
         confirm()
+        # The rename publishes the checkpoint.
         self._do("mv", there(WRITING), there(MANIFEST))
         if REMOVED in self._files(step):
             self._do("rm_file", there(REMOVED))
@@ -270,11 +287,14 @@ class RemoteFolder:
             words["block_size"] = CHUNK * -(-file.size // (CHUNK * PARTS))
         with (
             (path / file.name).open("rb") as own,
+            # Exact checksums of what is sent: a file may have been damaged
+            # since its save.
             self._do("open", target, "wb", **words) as out,
         ):
             for chunk in _sound(own, file, str(path)):
                 out.write(chunk)
                 self.task.moved()
+        # Some stores accept a write and keep less.
         if (size := self._do("size", target)) != file.size:
             raise CheckpointError(
                 f"{target}: has {size:,} bytes, {file.size:,} were uploaded."
@@ -288,6 +308,8 @@ class RemoteFolder:
         """
         folders = self._folders()
         whole = [step for step, names in folders.items() if MANIFEST in names]
+        # Steps of an abandoned course of the run, which a resumption would
+        # prefer.
         for step in (s for s in whole if s > newest):
             if self._owned(step, {MANIFEST}, owns):
                 aside = self._path(step, f"{ASIDE}{MANIFEST}")
@@ -297,10 +319,12 @@ class RemoteFolder:
             for step in folders
             if step < newest and f"{ASIDE}{MANIFEST}" not in folders[step]
         ]
+        # The newest counts as kept, if it is complete.
         kept = int(newest in whole)
         for step in older:
             if not self._owned(step, folders[step], owns):
                 continue
+            # The newest complete ones are kept; incomplete uploads go.
             if MANIFEST in folders[step] and kept < keep:
                 kept += 1
             else:
@@ -346,6 +370,7 @@ class RemoteFolder:
             )
         path, text = folder / name_of(step), raw.decode(errors="replace")
         manifest: Manifest = Manifest.parse(text, path)
+        # Downloaded beside, and renamed when complete, as a save is.
         hidden = make_hidden(folder / f"{SAVING}{step:08}")
         for file in manifest.files:
             there = self._do("open", self._path(step, file.name), "rb")
@@ -356,6 +381,7 @@ class RemoteFolder:
                 own.flush()
                 os.fsync(own.fileno())
         write_text(hidden / MANIFEST, text, durable=True)
+        # Abandoned meanwhile: leave the folder as it is.
         self.task.check()
         if path.exists():
             path.rename(_free(path.with_name(f"{ASIDE}{path.name}")))
@@ -378,6 +404,7 @@ def _sound(
     """Yield the chunks of a file after comparing each with its checksum."""
     left = written.size
     for number, checksum in enumerate(written.chunks):
+        # The last chunk may be shorter.
         block, size = b"", min(CHUNK, left)
         while len(block) < size and (more := file.read(size - len(block))):
             block += more

@@ -62,10 +62,12 @@ class Task:
     def _run(self) -> None:
         try:
             self.result = self._work(self)
+        # Abandoned: nobody waits for its outcome.
         except Abandoned:
             return
         except Exception as error:
             self.raised = error
+        # First finished, then the callback: it may look at the task.
         self.finished.set()
         self.on_end()
 
@@ -85,6 +87,7 @@ class Task:
     def begin_try(self) -> None:
         """Restart the count. After an attempt that moved much data, the next one may
         move it again."""
+        # A large upload that failed at its end may take as long again.
         if self._units >= MOVED:
             self._most = 0
             self.last = time.monotonic()
@@ -114,6 +117,7 @@ def try_often(
 
     It is not retried if it is `in_vain` by now, and a `final` error is raised.
     """
+    # Seconds of waiting double: 1, 2, 4, ...
     for number in range(TRIES):
         task.begin_try()
         try:
@@ -125,6 +129,7 @@ def try_often(
             Exception
         ) as wrong:  # file system libraries raise errors of any type
             task.problem = describe(wrong)
+        # An abandoned task makes no further attempt.
         task.check()
         if in_vain():
             break
@@ -147,6 +152,7 @@ def in_threads(
     left, lock, errors = list(items), threading.Lock(), list[BaseException]()
 
     def run() -> None:
+        # The first error stops all threads before their next item.
         while not errors:
             with lock:
                 if not left:
@@ -165,6 +171,7 @@ def in_threads(
         thread.start()
     for thread in threads:
         while thread.is_alive():
+            # Joined in short turns, in which `check` may end the caller.
             thread.join(0.2)
             check()
     if errors:
@@ -196,6 +203,7 @@ def on_first_rank(
     task = Task(work).start() if group.rank == 0 else None
     while True:
         answer = None
+        # Rank 0 waits for its thread, the others in the broadcast below.
         if task is not None and task.finished.wait(ROUND):
             answer = Answer(task.result)
             if task.raised is not None:
@@ -204,5 +212,6 @@ def on_first_rank(
         elif task is not None and (text := task.stands(timeout)):
             task.abandoned = True
             answer = Answer(error=text)
+        # Empty: the work goes on, and all ranks meet again.
         if text := broadcast_text(group, json.dumps(answer) if answer else ""):
             return Answer(*json.loads(text))

@@ -41,6 +41,8 @@ class RunState:
         """Return the state after `done` steps."""
         rank, scaling = self.rank, self.rank.part.trainer.scaling
         state = (
+            # The scale and the steps since it changed, as a manifest checks
+            # them.
             {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
         )
         config: dict[str, Any] = {
@@ -62,6 +64,7 @@ class RunState:
                 f"{loaded.path} was begun with seed = {progress.seed}, but the run has {rank.run.seed}."
                 f" Write seed = {progress.seed}, or another `out`."
             )
+        # Other batch sizes continue after the same number of sequences.
         rank.batches = rank.batches.resumed(progress.step, progress.cursor)
         scaling, scale = (
             rank.part.trainer.scaling,
@@ -92,12 +95,14 @@ def load_or_draw(
         remote=uploads.remote,
         memory=memory,
     )
+    # A new run: weights are drawn, and it begins at step 0.
     if loaded is None:
         _draw(rank, log)
         return 0
     uploads.resumed(loaded)
     batches = rank.batches
     state.restore(loaded)
+    # Settings that change numbers are told, not refused.
     progress = loaded.progress
     settings = changed_settings(
         progress, rank.run, rank.part.layout, rank.shape
@@ -126,6 +131,7 @@ def _draw(rank: Rank, log: RunLog) -> None:
     from the seed."""
     run, local = rank.run, rank.part.local
     if hub := run.hub:
+        # Adapters have no values in the folder, so they are drawn.
         local.draw(run.seed, is_lora)
         begin(partial(HubReader, run.hub_folder), local, rank.part.updates)
         log.event("model", f"the weights are those of {hub}")

@@ -34,6 +34,7 @@ class Samples:
         self.vocabulary: Vocabulary | None = None
         if not self.every:
             return
+        # Bytes of all weights on rank 0.
         held = _BYTES * rank.parameters
         memory = machine_memory()
         if held > _SHARE * memory:
@@ -52,6 +53,7 @@ class Samples:
         if not self.every or not (step.last or step.due(self.every)):
             return
         with self.log.positions.phase("sampling"):
+            # Collective: all ranks give their shards.
             weights = self._weights_on_first()
             if self.vocabulary is not None:
                 text = self._written(self.vocabulary, weights)
@@ -61,6 +63,7 @@ class Samples:
         """Return all weights on rank 0, and an empty dict on other ranks."""
         kept: dict[str, Tensor] = {}
         for name, whole in whole_weights(self.rank.part):
+            # Other ranks take part in the sums, and keep nothing.
             if not self.rank.world.rank:
                 kept[name] = whole.float().cpu()
         return kept
@@ -69,6 +72,7 @@ class Samples:
         self, vocabulary: Vocabulary, weights: dict[str, Tensor]
     ) -> str:
         rank, wanted = self.rank, self.rank.run.sample
+        # The run's own model, whole, on the CPU of rank 0.
         generator = Generator.of(maker_of(rank.run)(), weights)
         prompt = prompt_of(vocabulary, wanted.prompt, chat=rank.batches.chats)
         sampling = Sampling(wanted.temperature, seed=rank.run.seed)

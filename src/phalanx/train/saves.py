@@ -42,17 +42,20 @@ class DiskSaves:
             keep=kept.keep,
             asynchronous=kept.asynchronous,
             on_failure="stop" if kept.on_disk_full == "stop" else "go on",
+            # The checkpoint that is being uploaded must not be deleted.
             spare=lambda: uploads.current,
         )
         self.unsaved = ""
 
     def due(self, step: CompletedStep) -> bool:
         kept = self.rank.run.checkpoint
+        # A stopped run always saves.
         at_end = step.last and kept.at_end
         return at_end or step.stopped or step.due(kept.every)
 
     def after_step(self, step: CompletedStep) -> None:
         if not self.due(step):
+            # An asynchronous save may have been written meanwhile.
             self._log(self.saver.poll())
             return
         with self.log.positions.phase("saving", str(self.folder)):
@@ -82,6 +85,7 @@ class DiskSaves:
                 "error": saved.error,
             }
             values |= {"notice": saved.notice} if saved.notice else {}
+            # What is on the disk can be uploaded.
             if not saved.error:
                 self.uploads.offer(saved.path)
             self.log.event(
@@ -103,6 +107,7 @@ class MemorySaves:
         if not self.every:
             return
         part, folder = rank.part, memory_folder(rank.run)
+        # All ranks must have such a folder, or none keeps anything.
         if errors_of(part.everyone, "" if folder else "none"):
             text = "no checkpoints in memory: they need ranks that are processes, or torchrun's"
             log.event("not kept", text)

@@ -99,9 +99,11 @@ class Sink:
     def put(self, numbers: Numbers, step: int) -> None:
         """Queue a step's values. They are dropped if the tool has failed or does not
         keep up."""
+        # A tool that has failed gets no more values.
         if self._ended.is_set():
             return
         try:
+            # Never wait: a slow tool must not slow training.
             self._queue.put_nowait((dict(numbers), step))
         except queue.Full:
             text = f"{self.tool.name} does not keep up ({self._call} has not returned)"
@@ -116,6 +118,7 @@ class Sink:
             # drop the oldest values: the end must not wait for space in the queue
             while self._queue.full():
                 self._queue.get_nowait()
+        # There is room now, and nobody else puts.
         self._queue.put(None)  # only this thread puts
 
     def ended(self, until: float) -> bool:
@@ -128,6 +131,7 @@ class Sink:
 
     def _work(self) -> None:
         try:
+            # A tool that cannot start gets no further call.
             if not self._try("init"):
                 return
             while (work := self._queue.get()) is not None:
@@ -151,6 +155,7 @@ class Sink:
         return True
 
     def _tell(self, kind: str, text: str) -> None:
+        # Each kind of problem is told once.
         if kind not in self._told:
             self._told.add(kind)
             self.problems.append(redacted(text))
@@ -199,6 +204,7 @@ def end_sinks(sinks: Sequence[Sink]) -> None:
     for sink in sinks:
         sink.end()
     until = time.monotonic() + FINISHING
+    # Kept, so that the end of the process knows of threads that may block it.
     _LEFT_BEHIND.extend([sink for sink in sinks if not sink.ended(until)])
 
 

@@ -25,6 +25,8 @@ class SkippedSteps:
             self.in_a_row = 0
             return
         overflow = (
+            # A finite loss with infinite gradients: the loss scale was too
+            # large.
             self.rank.part.trainer.scaling is not None
             and math.isfinite(step.result.total)
         )
@@ -48,6 +50,7 @@ class SkippedSteps:
         same on all ranks."""
         part = self.rank.part
         first = part.trainer.first_bad(part.names)
+        # Padded, so that texts sort by their position along the step.
         own = "" if first is None else f"{first[0]:06} {first[1]}"
         # by position along the step and description
         ranks_of: dict[str, list[str]] = {}
@@ -56,6 +59,7 @@ class SkippedSteps:
             ranks_of.setdefault(what, []).append(rank)
         if not ranks_of:
             return "every rank's own numbers were: it came of summing them"
+        # The smallest position: the value that became bad first.
         what, ranks = min(ranks_of.items())
         description = what.partition(" ")[2]
         return f"first in {description} on {', '.join(ranks)}"

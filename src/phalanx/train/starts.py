@@ -30,12 +30,14 @@ class DoneSteps:
         if not opened:
             return
         path = folder / FILE
+        # Never through a link.
         flags = os.O_RDWR | os.O_NOFOLLOW
         # a run that is never restarted has no file
         with (
             suppress(OSError),
             open_regular(path, flags | (os.O_CREAT if make else 0)) as file,
         ):
+            # The descriptor outlives the file object.
             self._descriptor = os.dup(file.fileno())
 
     def write(self, step: int) -> None:
@@ -52,6 +54,7 @@ class DoneSteps:
         if self._descriptor < 0:
             return None
         raw = os.pread(self._descriptor, _NUMBER.size, 0)
+        # A file that was created and not yet written has no steps.
         return _NUMBER.unpack(raw)[0] if len(raw) == _NUMBER.size else 0
 
     def close(self) -> None:
@@ -78,6 +81,7 @@ class Starts:
         self._ends.append(self._done.read())
         last = self._ends[-IN_VAIN:]
         step = last[0]
+        # Starts that make progress may go on for ever.
         if step is None or last != [step] * IN_VAIN:
             return ""
         where = (

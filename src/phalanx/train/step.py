@@ -67,6 +67,7 @@ def make_step(
     steps = rank.run.steps
     done = number + 1
     last = done == steps
+    # For the watcher: the step that this rank is in.
     positions.words[STEP] = number
     positions.waits.clear()
     started = time.perf_counter()
@@ -75,10 +76,12 @@ def make_step(
         own = rank.next_batch.take(number)
     loaded = time.perf_counter()
     begun = started
+    # Ranks of the measured step have one common start on their time axis.
     if together:
         rank.part.everyone.barrier()
         begun = time.perf_counter()
 
+    # While the device computes the step.
     def read_ahead() -> None:
         with positions.phase("loading data", rank.batches.name):
             rank.next_batch.read_ahead(done)
@@ -86,10 +89,12 @@ def make_step(
     result = rank.part.trainer.step(
         own,
         lr,
+        # Reading events takes time, so only steps that are logged have spans.
         timed=together or last or done % rank.run.metrics.every == 0,
         meanwhile=None if last else read_ahead,
     )
     ended = time.perf_counter()
+    # All ranks have the same sum, so they end in the same step.
     stopped = result.stops > 0 and not last
     waits = tuple(positions.waits)
     return CompletedStep(

@@ -29,6 +29,7 @@ class StepLines:
         self.seconds: list[float] = []  # of each step since the last line
 
     def after_step(self, step: CompletedStep) -> None:
+        # From the common start of all ranks, if this step had one.
         self.seconds.append(step.ended - step.begun)
         whole = step.ended - step.started
         reading = step.loaded - step.started
@@ -45,13 +46,17 @@ class StepLines:
 
     def _log(self, step: CompletedStep) -> None:
         table = self._numbers_of_ranks()
+        # A program without a norm has none to log.
         norm = math.nan if step.result.norm is None else step.result.norm
         numbers = {"loss": step.result.total, "norm": norm, "lr": step.lr}
         names = self.rank.part.trainer.measure.metrics
         numbers |= dict(zip(names, step.result.metrics, strict=True))
         seconds, self.seconds = self.seconds, []
         self.log.step(
-            step.done, seconds, numbers | {"memory": float(table[:, 0].max())}
+            # The fullest rank: a run ends when the first one is out of memory.
+            step.done,
+            seconds,
+            numbers | {"memory": float(table[:, 0].max())},
         )
         if self.log.active:
             for slow in self.stragglers.look(
@@ -66,6 +71,7 @@ class StepLines:
         kind of operation."""
         everyone, world = self.rank.part.everyone, self.rank.world
         most = memory_of(world.device, world.sharing)
+        # Bytes, then seconds by kind of operation.
         own = torch.tensor([most, *self.own.taken()], dtype=torch.float64)
         own = own.to(everyone.device)
         table = own.new_empty(everyone.size, len(own))

@@ -59,12 +59,15 @@ class StopRequests:
         self.file = file
         self.seen = ""  # the request made by the file
         self.received: list[int] = []
+        # The lock of the folder at the start: another one means another
+        # folder.
         self._lock = _identity(file.with_name(LOCK)) if file else None
         self._owner = owner_of(file.parent) if file else ""
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         self.received.append(number)
+        # The others are warnings, and may come more than once.
         if number in (signal.SIGTERM, signal.SIGINT):
             # a second signal ends the rank at once
             signal.signal(number, signal.SIG_DFL)
@@ -76,9 +79,11 @@ class StopRequests:
 
     def _look(self, file: Path) -> None:
         """Check the STOP file, and that the folder still has the lock of this run."""
+        # A broken link with this name counts, too.
         if os.path.lexists(file):
             self.seen = _asked_by(file)
         lock, folder = _identity(file.with_name(LOCK)), file.parent
+        # The lock is the same, or the file server does not answer.
         if lock is not None and lock in (self._lock, _UNKNOWN):
             return
         # Some network file systems renumber their files, so the lock's content decides.
@@ -156,6 +161,7 @@ def stop_signals(
         return
     with ExitStack() as before:
         for number in STOP_SIGNALS:
+            # Ignored ones stay ignored: nohup ignores SIGHUP.
             if signal.getsignal(number) != signal.SIG_IGN:
                 before.callback(
                     signal.signal, number, signal.signal(number, receive)
@@ -181,15 +187,18 @@ class PassedOn:
         with suppress(OSError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self.descriptor = os.open(self.reserve, flags, 0o644)
+            # Padded to one length, so that another name can take its place.
             os.write(self.descriptor, f"{_SIGNAL}{'SIGTERM':10}\n".encode())
 
     def ask(self, number: int) -> bool:
         """Ask the ranks to stop because of a signal; return False if the file cannot be
         made."""
+        # Somebody has asked already.
         if os.path.lexists(self.file):
             return True
         if self.descriptor < 0:
             return False
+        # Writing before the rename: ranks must not read half a text.
         text = f"{_SIGNAL}{signal.Signals(number).name:10}\n".encode()
         try:
             # the text keeps its length; on failure it still says SIGTERM
@@ -232,6 +241,8 @@ def remove_stale_stop(
     now = _server_time(file.parent)
     since = now - max(0.0, time.time() - begun)
     if launched:
+        # A restart continues an unfinished run, for which the file may have
+        # been meant.
         since = min(since, _last_write(run, since))
     # `mv` preserves the modification time, and `touch -d` sets it; ctime cannot be set.
     if made_between(since, now, status.st_mtime, status.st_ctime):
@@ -255,6 +266,7 @@ def made_between(since: float, now: float, *times: float) -> bool:
 def _server_time(folder: Path) -> float:
     """Return the time of the clock that stamps files in a folder, or ours if nothing
     can be written."""
+    # A new file, stamped by the server's clock.
     with suppress(OSError):
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".clock-")
         try:
@@ -269,6 +281,7 @@ def _last_write(run: Run, otherwise: float) -> float:
     """Return the time of the last record of an unfinished run, or `otherwise`."""
     journal = Path(run.out, "metrics.jsonl")
     with suppress(OSError):
+        # "end" is the record of a run that was complete.
         if last_record(journal).get("event") not in (None, "end"):
             return journal.stat().st_mtime
     return otherwise

@@ -80,7 +80,10 @@ class OwnTime:
         self.steps += 1
         computed = 0.0
         for span in spans:
+            # Only computation is a rank's own work; messages depend on others.
             if span.lane == ops.COMPUTE:
+                # The waits inside this span: a region of tensor parallelism
+                # sends within it.
                 waited = sum(
                     max(0.0, min(b, span.end) - max(a, span.start))
                     for a, b in waits
@@ -94,6 +97,7 @@ class OwnTime:
         if self.queued:
             self.total += data + computed
         else:
+            # On a CPU, all that is not waiting is the rank's own.
             self.total += seconds - sum(b - a for a, b in waits)
 
     def taken(self) -> list[float]:
@@ -129,6 +133,7 @@ class Stragglers:
         `table` has each rank's seconds per step: the total of its own work, then each
         of `NAMES`.
         """
+        # 0 turns reports off.
         if not self.factor:
             return
         numbers = np.asarray(table, dtype=np.float64)  # (ranks, 1 + names)
@@ -138,10 +143,12 @@ class Stragglers:
             for rank in self._beyond(numbers, ranks, steps)
         ]
         found.sort(key=lambda rank: -numbers[rank, 0])
+        # A reported rank starts over, and is named again if it stays slow.
         for rank in found:
             self.excess[rank] = 0.0
         for rank in found[:_NAMED]:
             yield self._slow(numbers, rank)
+        # A rank without peers is compared with itself later on.
         for ranks in self.peers.values():
             if len(ranks) == 1:
                 self.earlier[ranks[0]].append(table[ranks[0]])
@@ -167,6 +174,7 @@ class Stragglers:
 
     def _earlier_median(self, rank: int) -> "np.ndarray | None":
         earlier = self.earlier[rank]
+        # A quarter of the lines first: a median of few is no measure.
         if len(earlier) * 4 < _EARLIER:
             return None
         return np.array([statistics.median(numbers[0] for numbers in earlier)])
@@ -178,6 +186,7 @@ class Stragglers:
         usual = np.median(peers, axis=0).tolist()
         own = numbers[rank].tolist()
         parts = zip(NAMES, own[1:], usual[1:], strict=True)
+        # The three operations that lose most.
         most = sorted(parts, key=lambda part: part[2] - part[1])[:3]
         lost = {
             name: (mine, theirs)
@@ -191,6 +200,7 @@ def _medians_of_others(values: np.ndarray) -> np.ndarray:
     """Return for each value the median of all others, with a single sort: it runs at
     every log line."""
     count = len(values)
+    # Without one value, the sorted order only closes the gap.
     order = values.argsort(kind="stable")
     ordered = values[order]
     place = np.empty(
@@ -202,6 +212,7 @@ def _medians_of_others(values: np.ndarray) -> np.ndarray:
         # the value at this position after its own is removed
         return ordered[np.where(place <= at, at + 1, at)]
 
+    # An even number of others has two middle values.
     middle = (count - 1) // 2
     above = without_own(middle)
     below = above if (count - 1) % 2 else without_own(middle - 1)

@@ -169,6 +169,7 @@ def run_of(source: str) -> Run:
     """Return a run with the model, data and sequence settings of a checkpoint's run."""
     settings: Any = read_manifest(Path(source)).config.get("run", {})
     plain = Run()
+    # Only what decides how text becomes tokens, and tokens sequences.
     return Run(
         model=settings.get("model", ""),
         data=_data(settings.get("data", "")),
@@ -192,6 +193,7 @@ def vocabulary_of(source: str, tokenizer: str = "") -> Vocabulary:
 
 def vocabulary_if_known(source: str, tokenizer: str = "") -> Vocabulary | None:
     """Return the same, or None if the run's data does not name its tokenizer."""
+    # Folders of Hugging Face have their tokenizer beside the weights.
     if source.startswith(HUB) and not tokenizer:
         return open_vocabulary(Path(model_folder(source.removeprefix(HUB))))
     run = Run() if tokenizer else run_of(source)
@@ -204,6 +206,7 @@ def vocabulary_of_run(run: Run, tokenizer: str = "") -> Vocabulary | None:
         return open_vocabulary(
             Path(tokenizer) if tokenizer else run.hub_folder
         )
+    # Bytes, if all of the data is bytes; other tokens do not name their texts.
     names = {tokenizer_of(path) for path, _ in run.sources}
     return Bytes() if names == {AS_BYTES} else None
 
@@ -265,7 +268,9 @@ def continued(
             break
         tokens.append(token)
         text = vocabulary.decode(tokens)
+        # U+FFFD at the end: the character's other bytes are in tokens to come.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(shown) :]
             shown = text
+    # The last character may be incomplete; it is shown as it is.
     yield vocabulary.decode(tokens)[len(shown) :]

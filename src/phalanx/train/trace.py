@@ -31,6 +31,7 @@ def traced(rank: Rank) -> Iterator[Listener]:
         folder.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(folder / f"rank-{rank.world.rank}.json"))
 
+    # Replaces NVTX ranges: one of them at a time.
     trainer.ranges = lambda op: torch.profiler.record_function(str(op))
     schedule = _schedule(wanted)
     with torch.profiler.profile(
@@ -47,6 +48,7 @@ def _schedule(
     action = torch.profiler.ProfilerAction
 
     def of(step: int) -> torch.profiler.ProfilerAction:
+        # Counted from this start of the run.
         into = step - wanted.start
         if into == wanted.steps - 1:
             return action.RECORD_AND_SAVE

@@ -43,6 +43,7 @@ class Uploads:
         )
         self._run_id = ""
         url = run.checkpoint.remote
+        # Rank 0 alone reads the folder and claims the URL.
         if rank.world.rank == 0:
             found = newest(run.checkpoints)
             local = found[1] if found else None
@@ -71,6 +72,7 @@ class Uploads:
         If the block refuses the run, the claim is released.
         """
         self._claim()
+        # The block reads a checkpoint, and may find that the run cannot begin.
         try:
             yield
         except ValueError:
@@ -87,6 +89,7 @@ class Uploads:
             text = f"{self.remote.url} cannot be claimed yet: {answer.error}"
             self.log.event("remote", f"{text}. Each upload tries it again")
         if self.owner:
+            # An upload claims the folder later, if that is impossible now.
             self.uploader = Uploader(
                 self.remote, self.rank.run.checkpoint.keep
             )
@@ -94,6 +97,7 @@ class Uploads:
     def resumed(self, loaded: Loaded) -> None:
         """Record that the run resumes from this checkpoint."""
         if self.owner and self.uploader:
+            # The run's id is that of the checkpoint it resumes from.
             self.owner.resumed(loaded.progress)
             if loaded.path.parent == self.rank.run.checkpoints:
                 # it may be uploaded already, or its upload was interrupted
@@ -143,11 +147,14 @@ class Uploads:
         uploader = self.uploader
         while self._wait_on(uploader.under_way(ROUND) if uploader else False):
             self.report()
+        # What has not ended by now is given up.
         if uploader:
+            # Only without hanging uploads, which could still write.
             uploader.stop("a signal, or a STOP file, ended the wait for it")
         release = (
             uploader.release() if uploader and not uploader.stuck else None
         )
+        # Releasing must not hold the end of a run up for long.
         end = time.monotonic() + ENDING
 
         def releasing() -> bool:
@@ -172,6 +179,7 @@ class Uploads:
             [int(under_way), int(asked)], device=self.everyone.device
         )
         self.everyone.all_reduce(flags)
+        # Rank 0 decides; any rank's new signal ends the wait.
         return bool(flags[0]) and not flags[1]
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ def validation_loss(rank: Rank) -> float | None:
     """Return the loss per token of the held-out part, or of as many batches of it as
     the run asks for."""
     batches, part = rank.batches, rank.part
+    # No more batches than are held out.
     count = min(rank.run.validation.batches, batches.validations)
     rows = (batches.validation(index, rank.rows) for index in range(count))
     return part.validator.mean_loss(map(part.microbatches, rows))
@@ -50,6 +51,7 @@ def expert_tokens(rank: Rank) -> list[list[int]]:
     )  # ranks that see the same tokens
     own = {number: x.tolist() for number, x in part.validator.chosen.items()}
     layers: dict[int, list[int]] = {}
+    # Ranks have other blocks in a pipeline, and other tokens elsewhere.
     for text in exchange(part.everyone, json.dumps(own), 0):
         for number, counts in json.loads(text).items():
             before = layers.setdefault(int(number), [0] * len(counts))

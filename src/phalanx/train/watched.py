@@ -38,6 +38,7 @@ def watched(world: World, run: Run) -> Iterator[Positions]:
         positions.close("ended")
         return
     group = world.split("watched", [range(world.size)])
+    # The watcher deletes checkpoints in memory when the run is gone.
     memory = str(memory_folder(run) or "")
     with rank_watch.watched(
         world.rank,
@@ -47,9 +48,11 @@ def watched(world: World, run: Run) -> Iterator[Positions]:
         memory=memory,
         program="phalanx",
     ) as positions:
+        # The group served to begin: the watcher uses files from here on.
         world.release("watched")
         if world.device.type == "cuda":
             positions.flight = flight_record
+        # Groups record their calls for the watcher.
         world.record(positions)
         try:
             yield positions

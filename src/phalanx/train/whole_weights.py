@@ -21,6 +21,7 @@ def whole_weights(part: ModelPart) -> Iterator[tuple[str, Tensor]]:
     Collective, and all ranks must take all weights. Each weight is the all-reduced sum
     of the parts that ranks own, so that a rank holds only one whole weight at a time.
     """
+    # Elements that this rank writes to checkpoints: each exists once.
     mine: dict[str, list[tuple[Any, Tensor]]] = {}
     for tensor, numbers in owned(part.local, part.updates):
         if tensor.kind == WEIGHT:
@@ -28,6 +29,7 @@ def whole_weights(part: ModelPart) -> Iterator[tuple[str, Tensor]]:
                 (tensor.shards[0], numbers)
             )
     group = part.everyone
+    # Sums of one rank's values and zeros are exact.
     master = next(iter(part.local.every_unit)).precision.master
     shapes = {
         name: weight.shape for name, weight in part.model.weights.items()
@@ -42,6 +44,7 @@ def whole_weights(part: ModelPart) -> Iterator[tuple[str, Tensor]]:
 
 def _put(whole: Tensor, shard: Any, numbers: Tensor) -> None:
     """Copy a rank's elements of a weight to their place in the whole weight."""
+    # The padded part, then its box in the whole.
     local = torch.zeros(shard.local, dtype=whole.dtype, device=whole.device)
     local.view(-1)[shard.start : shard.stop] = numbers.to(whole.device)
     inside = tuple(slice(0, stop - start) for start, stop in shard.box)
