@@ -50,6 +50,7 @@ def agreement(world: World) -> Iterator[dict[str, str]]:
         _facts_of_all(world, {FAILED: f"{type(error).__name__}: {error}"})
         raise
     everyone = _facts_of_all(world, facts)
+    # The error itself is raised on the rank that has it; the others name that rank.
     if failed := [
         (rank, each[FAILED])
         for rank, each in enumerate(everyone)
@@ -60,6 +61,7 @@ def agreement(world: World) -> Iterator[dict[str, str]]:
             for rank, error in failed[:MOST]
         ]
         raise PeerFailed("\n".join(lines))
+    # No one failed: all facts must be equal.
     if lines := differences(dict(enumerate(everyone))):
         raise RanksDiffer(not_alike(lines))
 

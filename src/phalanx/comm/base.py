@@ -332,6 +332,7 @@ class World(ABC):
         self.rank = rank
         self.size = size
         self.device = device
+        # In the order of the splits, which is the order of closing.
         self._groups: dict[str, Group] = {}
 
     @abstractmethod

@@ -43,6 +43,7 @@ class Devices:
         the driver returns the unique id of the whole GPU for each.
         """
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        # "MIG-<id>" as CUDA_VISIBLE_DEVICES lists it.
         if index < len(visible) and visible[index].startswith("MIG-"):
             return visible[index]
         return str(torch.cuda.get_device_properties(index).uuid)

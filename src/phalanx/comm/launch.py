@@ -64,6 +64,7 @@ def workers(
     if backend == "auto":
         name_unused(Devices())
     logging.getLogger(__name__).debug("%d ranks over %s", ranks, kind)
+    # Said once, as gloo is chosen only where shared memory is not possible.
     if backend == "auto" and kind == GLOO and (why := why_not(ranks)):
         print(f"ranks talk over gloo, which is slower: {why}", file=sys.stderr)
     # A single rank runs here, unless it may die while this process lives on.

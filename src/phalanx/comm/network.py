@@ -199,6 +199,7 @@ def listen(at: Rendezvous) -> socket.socket:
     It listens on the address that the others are given, or on all addresses if this
     host resolves its own name to loopback and the others do not.
     """
+    # What the other ranks are told, resolved on this host.
     address = at.host
     with contextlib.suppress(OSError):
         address = str(

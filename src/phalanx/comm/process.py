@@ -305,12 +305,14 @@ class TorchGroup(Group):
                 group=self._group,
                 async_op=True,
             )
+            # NCCL averages nothing here: it sums, and the division follows.
             average = call.op == "average"
             return self._pending(
                 call, work, (lambda: out.div_(self.size)) if average else None
             )
         # row i of every rank goes to rank i: (ranks, out.numel())
         rows = x.view(self.size, out.numel())
+        # out is reduced from all ranks' rows, this rank's own among them.
         parts = [
             row if i == self.rank else torch.empty_like(row)
             for i, row in enumerate(rows)

@@ -39,6 +39,7 @@ class ShmGroup(Group):
                 if positions is not None:
                     positions.words[WAITS] = 0
                     positions.waits.append((begun, time.perf_counter()))
+                # In place already: a completed work takes no wait.
                 return _COMPLETE
         return self._do(Call("all_reduce", x, op=op), wait, number)
 
@@ -72,6 +73,7 @@ class ShmWorld(World):
         groups: list[tuple[int, ...]],
         flows: Sequence[tuple[int, int]],
     ) -> Group:
+        # Shared memory needs no flows: any pair may send.
         return ShmGroup(self, self._shared.split(name, groups))
 
     def record(self, positions: Positions | None) -> None:

@@ -66,5 +66,6 @@ class TallyWorld(World):
     ) -> Group:
         ranks = self.own(groups)
         group = Tally(name, ranks.index(self.rank), ranks, self.device)
+        # All groups of this world write to one list, in the order of the calls.
         group.ledger = self.ledger
         return group

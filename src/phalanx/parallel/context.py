@@ -52,17 +52,20 @@ def install_context(
         return
     replaced = False
     for _, piece in model.pieces:
+        # By the name of the child, so that any model can have one.
         for name, core in list(piece.named_modules()):
             owner, _, child = name.rpartition(".")
             if child != "core":
                 continue
             replaced = True
             inner = core
+            # A window or soft cap needs whole rows of scores: gather instead of a ring.
             if ring.size > 1:
                 limited = getattr(core, "window", 0) or getattr(
                     core, "softcap", 0
                 )
                 inner = GatheredCore(core, ring) if limited else RingCore(ring)
+            # Outside of the ring: Ulysses gives it all tokens of one ring place.
             swapped = (
                 UlyssesCore(inner, ulysses) if ulysses.size > 1 else inner
             )

@@ -194,6 +194,7 @@ def _cut(
         over_tp = [dim for dim in dims if AXIS_OF.get(dim) == "tp"]
         if not over_tp:
             continue
+        # Cut in two dims, rank i would have block (i, i) alone.
         if len(over_tp) > 1:
             yield (
                 f"{name}.{key} is sharded by tp in two dims ({' '.join(dims)}); a rank would hold one"
@@ -201,6 +202,7 @@ def _cut(
             )
         elif isinstance(module, ExpertProducts):
             continue  # sharded as a whole
+        # A bare x @ weight cannot be joined: only what tp's replacements know can.
         elif key != "weight" or parameter.dim() != 2:
             yield (
                 f"{name}.{key} is sharded by tp along {over_tp[0]!r}, but the shards can be joined only for"
@@ -318,6 +320,7 @@ def _uncut(model: Model) -> Iterator[str]:
                         f"{prefix}.{path} attends with all of its heads on every rank of tp, but"
                         " under seq a rank has only a part of the time. Leave seq out."
                     )
+    # The head: without a sharded vocabulary its loss would see T / tp tokens.
     prefix, head = model.pieces[-1]
     names = [name for name, x in head.named_parameters() if x.dim() == 2]
     if names and not any(

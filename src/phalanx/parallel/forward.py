@@ -54,6 +54,7 @@ def forward_loss(
     model: Model, batch: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Return the summed loss of a batch, computed in `dtype`."""
+    # As training does: what depends on the batch alone is computed once.
     derived = {
         name: make(batch, dtype) for name, make in model.derived.items()
     }

@@ -45,6 +45,7 @@ class StandIn(nn.Module):
         return self.__dict__["frame"].attribute(self.__dict__["real"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # The piece that runs has something to do here.
         if (run := self.frame.running.get(self.key)) is not None:
             return run(*args, **kwargs)
         return self.frame.passed_by(self.key, args, kwargs)

@@ -92,5 +92,6 @@ def one_of_each(model: Model) -> Model:
     """A separate model with the first piece of every kind."""
     kinds = alike(model)
     firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
+    # Copied, because a trial changes modules; the copies of a tied weight stay one.
     pieces = copy.deepcopy(tuple(model.pieces[n] for n in firsts))
     return replace(model, pieces=pieces)

@@ -128,16 +128,21 @@ def build_local(
     it. The model's modules are changed and belong to this rank from here on.
     """
     refuse_unfit(model, layout)
+    # 1. The program's pieces, and this rank's part in it.
     model = cut_blocks(model, layout)
     precision = precision or Precision()
     at = world_place(layout, world.rank)
     role = _Role.of(program, world.rank)
+    # 2. Communicators, which all ranks open together.
     groups = open_groups(world, layout, model, program, prefix=prefix)
+    # 3. This rank's part of each weight, and modules that compute on such parts.
     weights = cut_weights(model, layout, at)
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
+    # A pair's tokens are on several ranks of cp, which sum their margins.
     if pairs := preference_loss([piece for _, piece in model.pieces]):
         pairs.shard_time((groups.ring, groups.ulysses))
+    # 4. Units with their homes; flat buffers where the world shares memory.
     pool = BufferPool(world.device, empty=world.empty, poison=poison)
     maker = _UnitMaker(
         model, layout, program, role, groups, pool, precision, weights
@@ -146,10 +151,12 @@ def build_local(
     of_number = {
         n: [u[n] for u in (trained, frozen) if n in u] for n in maker.held
     }
+    # 5. Weights become views of the units' buffers, and get their initial values.
     _place(model, of_number, role.pieces, layout, at, world.device)
     draw = partial(_draw, model, of_number)
     if seed is not None:
         draw(seed)
+    # 6. The pieces, whose products add to the units' gradients.
     pieces = {
         p: _piece(model, p, program, of_number, role, layout, world.device)
         for p in role.pieces

@@ -180,8 +180,10 @@ class _Trial:
             )
             self._compare(whole, ranks)
         except RankFailed as failed:
+            # A refusal for the user, without the name of its class.
             if failed.refusal:
                 return failed.refusal.partition(": ")[2]
+            # An error of a module in the trial, such as a shape that does not fit.
             error = failed.reports[0].error.removeprefix(
                 f"{ProbeFailed.__name__}: "
             )

@@ -36,6 +36,7 @@ def maker_with(
     """
     name = getattr(kind, "__name__", "the model")
     parameters = inspect.signature(kind).parameters
+    # With **kwargs a constructor takes any name.
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     # Arguments of the constructor itself, and those for its configuration.
     own = {
@@ -100,6 +101,7 @@ def _config_with(config: Any, arguments: Mapping[str, Any]) -> Made:
         if name not in known:
             raise LayoutError(_unknown(name, config.__name__, [*known]))
     for name, field in known.items():
+        # A field without a default must be named.
         required = (
             field.default is MISSING and field.default_factory is MISSING
         )

@@ -48,6 +48,7 @@ def heads_of(module: nn.Module) -> Heads:
 
 def _config_of(module: nn.Module) -> Mapping[str, Any]:
     """The configuration of an attention that reads its numbers of heads there, as those of transformers."""
+    # Only attention's own configuration: an MLP may have the same one.
     attends = (
         "attn" in (name := type(module).__name__.lower())
         or "attention" in name

@@ -255,6 +255,7 @@ class _WideLosses(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # Targets of classes are integers and stay as they are.
         if func in _LOSSES:
             args = tuple(x.float() if _is_narrow(x) else x for x in args)
         return func(*args, **(kwargs or {}))
@@ -349,6 +350,7 @@ def arguments_for(
     """The entries of a batch that a forward takes, by its arguments' names. Its first argument takes
     the first entry if none has its name."""
     arguments = list(inspect.signature(forward).parameters.values())
+    # By name first.
     named = {
         each.name: batch[each.name] for each in arguments if each.name in batch
     }
@@ -357,6 +359,7 @@ def arguments_for(
     free = [name for name in batch if name not in named]
     if first and first not in named and free:
         named[first] = batch[free[0]]
+    # Only arguments without a default must be in the batch.
     missing = [
         each.name
         for each in arguments

@@ -53,6 +53,7 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
         # The three parts of a block share its number: only its first part counts on.
         piece += part in (BlockPart.WHOLE, BlockPart.ROUTING)
         row = row_of(piece, part, kind, weights.own[number])
+        # The routers' losses are facts of a row, as their sums are operations.
         if router := loss_router(module):
             sequence, batch = router.sequence_loss > 0, router.batch_loss > 0
             row = replace(row, sequence_loss=sequence, batch_loss=batch)

@@ -103,6 +103,7 @@ def _model_of(
     apart: TakenApart, rules: CutRules, shape: Shape
 ) -> tuple[Model, dict[str, str]]:
     """Build the model, and map the names of its weights to those in transformers' code."""
+    # Two pieces of their forward around the blocks, which become pieces themselves.
     embed = TransformersEmbed(apart.frame, apart.before)
     head = TransformersHead(apart.frame, apart.after, len(apart.blocks) - 1)
     table, learned = rules.table(embed, head)
@@ -112,6 +113,7 @@ def _model_of(
         (f"layers.{n}", block) for n, block in enumerate(apart.blocks)
     )
     pieces = (("embed", embed), *blocks, ("head", head))
+    # What the trial run has shown counts, and not what the configuration says.
     sizes = replace(
         shape,
         layers=len(apart.blocks),
@@ -123,6 +125,7 @@ def _model_of(
     model = Model(
         pieces, table, {"heads": apart.heads, "kv": apart.kv}, shape=sizes
     )
+    # `tied` is known only when equal parameters have been found in two pieces.
     names = {name: apart.names[p] for name, p in model.weights.items()}
     return replace(model, shape=replace(sizes, tied=bool(model.tied))), names
 

@@ -37,6 +37,7 @@ class CutRules:
             self.notes[
                 "there is no plan for tp: each rank of it has the blocks whole"
             ] = None
+        # The plan for pp is not followed; what it leaves out is worth a note.
         stages = getattr(self.config, "base_model_pp_plan", None)
         named = [name for name, _ in apart.path[-1].named_children()]
         if stages and (
@@ -240,6 +241,7 @@ class CutRules:
             at = 0 if name in outs else 1
             linear: Any = owner.get_submodule(name)
             whole = linear.weight.shape[at]
+            # In whole heads, as tp would cut it.
             unit = max(1, whole // counts.get(dim, whole))
             sizes[name] = at, Cut.of(whole, parts, 0, unit).length
         small = resized(owner, sizes, self.apart.frame)
