@@ -86,12 +86,14 @@ class Clock:
         slowest = torch.tensor(
             seconds, dtype=torch.float64, device=self.device
         )
+        # The slowest rank counts, since all wait for it in a step.
         self._group.all_reduce(slowest, "max")
         return [float(each) for each in slowest.tolist()]
 
     def read(self, work: WorkOf, calls: int = 1) -> float:
         """Return one reading of this rank, in seconds per call."""
         self.meet()
+        # Events are times of the device itself, in milliseconds.
         if self.device.type == "cuda":
             start, end = (
                 torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -108,6 +110,7 @@ class Clock:
             for _ in range(calls):
                 work()
             took = time.perf_counter() - began
+        # Ranks that are still working would disturb the next reading.
         self.meet()
         return took / calls
 
@@ -133,20 +136,25 @@ class Clock:
         `limit` is the approximate total in seconds. Long calls are repeated less often,
         but each is read at least once.
         """
+        # Warm up at least once; long works not more often.
         warmed = 0
         while not warmed or warmed < warm_up:
             firsts = self.agree([self.read(work) for work in works])
             warmed += 1
             if sum(firsts) > limit / 4:
                 break
+        # So many calls that a reading takes at least LEAST seconds.
         calls = [
             min(MOST_CALLS, max(1, round(LEAST / max(first, 1e-9))))
             for first in firsts
         ]
+        # Seconds of one turn of all works; the limit allows so many turns.
         once = sum(first * n for first, n in zip(firsts, calls, strict=True))
         times = max(1, min(repeats, int(limit / max(once, 1e-9))))
+        # A, B, A, B, ...: a disturbance hits all works alike.
         turns = list(zip(works, calls, strict=True)) * times
         slowest = self.agree([self.read(work, n) for work, n in turns])
+        # Every n-th reading belongs to one work.
         return tuple(
             Timing(tuple(slowest[i :: len(works)]), n, warmed)
             for i, n in enumerate(calls)

@@ -101,9 +101,11 @@ def _sum(ranks: Sequence[int], start: int, count: int, like: Tensor) -> Tensor:
     # Exact in every dtype for up to 128 ranks: bf16 represents integers up to 256.
     table = torch.zeros(_PERIOD, dtype=torch.int64)
     for rank in ranks:
+        # 0, 1 or 2 from each rank, the same on every run.
         table += torch.randint(
             0, 3, (_PERIOD,), generator=torch.Generator().manual_seed(rank)
         )
+    # Rotated, so that any range can be made without the elements before it.
     turned = table.roll(-(start % _PERIOD)).to(like.dtype)
     return turned.repeat(count // _PERIOD + 1)[:count].to(like.device)
 
@@ -130,11 +132,13 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
     }
     out = like.new_empty(received.get(op, 0))
 
+    # An all-reduce as its two halves, for comparison.
     def halves() -> None:
         group.reduce_scatter(out, x)
         group.all_gather(x, out)
 
     match op:
+        # After each check the input is zeroed, since sums are in place.
         case "all_reduce":
             return _Prepared(
                 lambda: group.all_reduce(x),
@@ -192,6 +196,7 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
             return _Prepared(
                 lambda: group.receive(out, 0), out, pattern(0, 0, n, like)
             )
+    # A rank that sends or receives nothing has an empty call.
     return _Prepared()  # other ranks take no part in a message
 
 
@@ -201,6 +206,7 @@ def measure_collectives(world: World, sweep: Sweep) -> list[Sample]:
     began = time.monotonic()
     clock = Clock(world.device, world.split("bench", [range(world.size)]))
     groups = {}
+    # All groups of a shape communicate at once, as along a mesh axis.
     for ranks, apart in sweep.groups:
         name, inside = (
             f"bench-{ranks}x{apart}",
@@ -243,6 +249,7 @@ def _sample(
     # `is_right` is collective, so every rank calls it for each
     right = [each.is_right() for each in prepared]
     calls = [each.call for each in prepared]
+    # Both are measured in turn, so that a disturbance affects both.
     first, *halves = clock.measure(
         *calls, repeats=sweep.repeats, limit=sweep.limit
     )
@@ -265,6 +272,7 @@ def grouped(world: int, ranks: int, apart: int) -> list[list[int]]:
     """Return the ranks of a world in groups of `ranks`, `apart` from each other; the
     rest are alone."""
     block = ranks * apart
+    # Blocks of `ranks * apart` neighbours, each with `apart` groups.
     whole = [
         [start + i + apart * j for j in range(ranks)]
         for start in range(0, world - block + 1, block)

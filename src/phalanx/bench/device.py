@@ -64,6 +64,7 @@ def local_device(kind: str = "auto") -> LocalDevice:
         raise MachineError(
             "torch sees no GPU here; leave --device out, or use --device cpu."
         )
+    # Cores that this process may use, not all of the machine's.
     cores = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -78,6 +79,7 @@ def local_device(kind: str = "auto") -> LocalDevice:
             torch.cuda.get_device_name(0),
             torch.cuda.device_count(),
         )
+        # Bytes free now, and in total.
         free, total = torch.cuda.mem_get_info(0)
     usable = (
         b
@@ -125,6 +127,7 @@ def products_in(dtype: str) -> Iterator[None]:
     """Inside, compute float32 matmuls in full precision, or in TF32 if `dtype` says
     so."""
     before = torch.get_float32_matmul_precision()
+    # "high" allows TF32 on a GPU; "highest" does not.
     torch.set_float32_matmul_precision("high" if dtype == TF32 else "highest")
     try:
         yield

@@ -60,6 +60,7 @@ def growths(samples: Sequence[Sample]) -> tuple[Growth, ...]:
     With one size there is nothing to compare: both forms are the same line.
     """
     result = []
+    # Groups of neighbours alone: distance would add an effect of its own.
     near = [
         sample
         for sample in samples
@@ -71,6 +72,7 @@ def growths(samples: Sequence[Sample]) -> tuple[Growth, ...]:
         if len(ranks) > 1:
             errors = []
             for form in ("ring", "tree"):
+                # Least squares of (steps x latency + bytes x slope) / t - 1.
                 rows = [_row(sample, form) for sample in mine]
                 latency, slope = _line(rows)
                 off = [
@@ -89,11 +91,14 @@ def fit(samples: Sequence[Sample], backend: str, form: str = "ring") -> Curve:
     of, lengths = (first.op, backend, first.ranks, form), (first.bytes, most)
     line = Curve(*of, latency, 1 / slope, 0.0, *lengths, first.apart)
     best = line
+    # A line this close needs no bend.
     if _squares(line, samples) >= NEAR**2 * len(samples):
+        # Two sizes at least on each side of a bend.
         bent = [_bent(line, samples, bend.bytes) for bend in samples[2:-2]]
         best = min(
             bent, key=lambda curve: _squares(curve, samples), default=line
         )
+        # Not much better than the straight line: keep that.
         if _squares(best, samples) >= WORTH * _squares(line, samples):
             best = line
     return replace(
@@ -116,6 +121,7 @@ def _bent(line: Curve, samples: Sequence[Sample], bend: int) -> Curve:
     far = [s for s in samples if s.bytes > bend]
     scaled = [passes * (s.bytes - bend) / s.seconds for s in far]
     rests = (1 - start / s.seconds for s in far)
+    # Least squares in one unknown.
     beyond = sum(map(mul, scaled, rests)) / sum(a * a for a in scaled)
     return replace(curve, beyond=1 / max(beyond, slope * 1e-3))
 
@@ -135,16 +141,19 @@ def _row(sample: Sample, form: str) -> Row:
 def _line(rows: Sequence[Row]) -> tuple[float, float]:
     """Fit (latency, seconds per byte), both non-negative, with the least squared
     relative errors."""
+    # Divided by the time: errors become relative.
     left, right = [a / t for a, _, t in rows], [b / t for _, b, t in rows]
     aa, ab, bb = (
         sum(map(mul, *p))
         for p in ((left, left), (left, right), (right, right))
     )
     sum_a, sum_b = sum(left), sum(right)
+    # Cramer's rule for the normal equations; all sizes alike have no solution.
     whole = aa * bb - ab * ab
     latency = (
         (sum_a * bb - sum_b * ab) / whole if whole > 1e-12 * aa * bb else 0.0
     )
+    # A negative latency has no meaning: a line through 0.
     if latency <= 0:
         return 0.0, sum_b / bb
     slope = (sum_b * aa - sum_a * ab) / whole

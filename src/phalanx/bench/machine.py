@@ -50,6 +50,7 @@ class Thoroughness:
     def worlds(self, device: LocalDevice) -> tuple[int, ...]:
         """Return the group sizes 2, 4, 8, ... up to the largest."""
         most = self.ranks or (device.count if device.kind == "cuda" else 4)
+        # 2, 4, 8, ... below the largest, and the largest itself.
         powers = [2**i for i in range(1, most.bit_length()) if 2**i < most]
         return (*powers, most) if most > 1 else ()
 
@@ -71,10 +72,12 @@ def measure_machine(
 ) -> Machine:
     """Measure this machine. `report` gets a line for each part."""
     report("memory bandwidth")
+    # Shares of the whole time: most goes to collectives.
     stores = measure_stores(device, limit=options.limit / 30)
     report("matmuls")
     rates = _rates(device, options)
     report("overlap of matmuls and copies")
+    # Side of the matmul, bytes of the copy, and dtype.
     size, copied, dtype = (
         (16384, 1 << 30, BF16)
         if device.kind == "cuda"
@@ -92,12 +95,14 @@ def measure_machine(
         backend = choose(options.backend, ranks)
         more, messages = _collectives(device, options, ranks, backend)
         samples, hidden = samples + more, hidden + messages
+    # A wrong result makes its time worthless.
     if wrong := sorted(
         {f"{s.op} of {s.ranks} ranks" for s in samples if not s.correct}
     ):
         raise WrongResult(
             f"{', '.join(wrong)} gave wrong values; nothing was written."
         )
+    # One element: only the start of a kernel takes time.
     x = torch.zeros(1, device=device.device)
     (launch,) = Clock(device.device).measure(lambda: x.add_(1.0), limit=1.0)
     return Machine(
@@ -131,6 +136,7 @@ def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
     wide = decoder_products(
         Shape.load(options.model), 8192 if gpu else 512, dtypes
     )
+    # Small ones first: their rate tells how long large ones will take.
     products = sorted([*squares, *wide], key=lambda product: product.flops)
     measured = measure_products(
         device, products, limit=options.limit / 4, repeats=5
@@ -151,12 +157,14 @@ def _collectives(
         if ranks > 2 and ranks % 2 == 0
         else ((ranks, 1),)
     )
+    # Half of the time for all worlds, in equal parts.
     share = options.limit / 2 / max(1, len(options.worlds(device)))
     each = share / len(OPERATIONS) / len(options.sizes) / len(groups)
     sweep = Sweep(
         OPERATIONS, options.sizes, groups, repeats=5, limit=each, total=share
     )
     size, dtype = (8192, BF16) if device.kind == "cuda" else (512, FP32)
+    # Fresh processes for each world, with one thread for each rank.
     with workers(ranks, backend=backend, threads_per_rank=1) as run:
         samples: list[Sample] = run(measure_collectives, sweep)[0]
         messages = run(

@@ -99,9 +99,11 @@ def measure_products(
     skipped.
     """
     began = time.monotonic()
+    # The best rate of each dtype so far.
     best: dict[str, float] = {}
     for product in products:
         left = limit - (time.monotonic() - began)
+        # A warm-up and a few readings.
         foreseen = (
             3 * product.flops / best[product.dtype]
             if product.dtype in best
@@ -110,6 +112,7 @@ def measure_products(
         if (
             left <= 0
             or foreseen > left
+            # Operands and result must fit beside what is in use.
             or _bytes(device, product) > 0.8 * device.free
         ):
             continue
@@ -130,6 +133,7 @@ def _measured(
     device: LocalDevice, product: MatrixProduct, limit: float, repeats: int
 ) -> MatrixProduct:
     dtype, at = dtype_of(product.dtype, device.kind), device.device
+    # As many copies as exceed every cache, at most 64.
     copies = max(1, min(64, COLD // _bytes(device, product)))
     operands = []
     for _ in range(copies):
@@ -138,6 +142,7 @@ def _measured(
         operands.append(
             (a, b, torch.empty(product.m, product.n, device=at, dtype=dtype))
         )
+    # Another copy each time, so that none is in a cache.
     turn = cycle(operands)
 
     def multiply() -> None:
@@ -146,6 +151,7 @@ def _measured(
 
     clock = Clock(at)
     (timing,) = clock.measure(multiply, repeats=repeats, limit=limit)
+    # The median of up to three claims.
     claimed = sorted(
         clock.claimed(multiply) for _ in range(min(3, len(timing.readings)))
     )

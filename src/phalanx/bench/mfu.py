@@ -62,6 +62,7 @@ def measure_mlp(
     weights = [
         (
             torch.randn(mlp.width, mlp.width, device=at)
+            # He's initialisation keeps activations of ReLU layers in scale.
             * (2 / mlp.width) ** 0.5
         ).requires_grad_()
         for _ in range(mlp.layers)
@@ -90,6 +91,7 @@ def measure_block(
 ) -> Iteration:
     """Measure one block of a decoder of this shape, on `batch` sequences."""
     at = device.device
+    # One block, without a vocabulary to speak of.
     block = decoder_of(shape, vocab=8, layers=1).layers[0].to(at)
     x = torch.randn(
         batch, sequence, shape.hidden, device=at, requires_grad=True
@@ -101,6 +103,7 @@ def measure_block(
         return y.float().square().mean()
 
     timed = _iteration(device, list(block.parameters()), forward, dtype, limit)
+    # Row 1 is the first block: row 0 is the embedding.
     products = linear_products(shape.rows[1], shape)
     matmuls = sum(
         product.multiply_adds
@@ -110,6 +113,8 @@ def measure_block(
     attention = (
         sequence * shape.pair_work // 2
     )  # multiply-adds per token, causal
+    # Three times 2 FLOPs for each multiply-add: forward, and twice in the
+    # backward.
     tokens = 3 * 2.0 * batch * sequence
     name = f"a block of {shape.name}, {batch} x {sequence} tokens"
     full = tokens * (matmuls + 2 * attention)
@@ -134,6 +139,7 @@ def _iteration(
             return forward()
 
     def iteration() -> None:
+        # None instead of zeros: the backward then writes its gradients.
         optimizer.zero_grad(set_to_none=True)
         once().backward()  # type: ignore[no-untyped-call]
         optimizer.step()

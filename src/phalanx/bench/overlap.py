@@ -66,6 +66,7 @@ def measure_copies(
 def _product(device: torch.device, size: int, dtype: torch.dtype) -> Call:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
+    # Into the same result each time: no allocation is timed.
     return lambda: torch.mm(a, b, out=out)
 
 
@@ -85,10 +86,12 @@ def _on_streams(
 
     def both() -> None:
         here = torch.cuda.current_stream(device)
+        # Neither starts before the work issued earlier.
         aside.wait_stream(here)
         product()  # enqueued first, since a pageable copy blocks the host
         with torch.cuda.stream(aside):
             copy()
+        # The next reading begins when both have ended.
         here.wait_stream(aside)
 
     name = f"product beside host to device copy, {'pinned' if pinned else 'pageable'}"
@@ -120,6 +123,7 @@ def measure_messages(
     Collective."""
     group = world.split("overlap", [range(world.size)])
     product = _product(world.device, size, getattr(torch, DTYPES[dtype].torch))
+    # Four bytes for each float32.
     x = torch.zeros(sent // 4, device=world.device)
 
     def both() -> None:

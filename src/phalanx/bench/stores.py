@@ -17,9 +17,11 @@ def measure_stores(
     `size`: bytes of each buffer; by default far larger than any cache.
     """
     size = size or (1 << 30 if device.kind == "cuda" else 256 << 20)
+    # Buffers of an eighth each, so that all of them fit.
     size = min(size, device.free // 8)
     x = torch.ones(size // 4, device=device.device)
     y = torch.empty_like(x)
+    # A call, and how often it passes over a buffer: a copy reads and writes.
     works: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (lambda: y.copy_(x), 2),
         "read": (x.sum, 1),

@@ -70,8 +70,11 @@ def chart(
     width: float = WIDE,
 ) -> Html:
     """A chart as one SVG document; `marks` are vertical lines with words above."""
+    # Both scales cover points and fitted lines alike.
     points = _seen([p for s in series for p in (*s.points, *s.line)], x, y)
+    # SVG's y grows downwards, so an axis that rises starts at the bottom.
     up = _Scale([p[1] for p in points], y, _TOP + _HEIGHT, _TOP)
+    # Room on the left for the widest number of the y axis.
     left = 30 + LETTER * max(
         (len(words) for _, words in up.ticks()), default=0
     )
@@ -114,6 +117,7 @@ def panels(
     seen by itself and against the others.
     """
     points = _seen([p for s in series for p in (*s.points, *s.line)], x, y)
+    # As many columns as have 230 pixels each.
     columns = max(1, min(len(series), int((width - 40) // 230)))
     wide, top = (width - 40) / columns, _TOP + 10
     body = [label(20, 50, f"{y.name} over {x.name}", "soft")]
@@ -128,6 +132,7 @@ def panels(
             [p[0] for p in points], x, left + margin, left + wide - 16
         )
         body += _grid(across, up)
+        # The others first, so that this one lies above them.
         for other in series:
             if other is not each:
                 quiet = replace(
@@ -170,8 +175,10 @@ class _Scale:
         ]
         self.low, self.high = min(values), max(values)
         if axis.base:
+            # Whole powers of the base at both ends, and at least one between.
             self.low = math.floor(self.low + 1e-9)
             self.high = max(math.ceil(self.high - 1e-9), self.low + 1)
+        # A single value gets room on both sides.
         elif self.high <= self.low:
             wide = abs(self.high) / 10 or 1.0
             self.low, self.high = (
@@ -192,11 +199,13 @@ class _Scale:
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         span, room = self.high - self.low, abs(self.end - self.start)
+        # 70 pixels for a number beside another, 36 for one above another.
         # as many ticks as fit
         most = room / (70 if self.start < self.end else 36)
         if not self.axis.base:
             values = ticks(self.low, self.high, span / most)
         else:
+            # Powers that are left out keep the same distance.
             powers = range(
                 int(self.low),
                 int(self.high) + 1,
@@ -226,8 +235,10 @@ def _marks(
     """
     free = [-math.inf] * 4  # where the words of each row end
     lines, out = list[tuple[float, int, str]](), list[Html]()
+    # From left to right, each in the first row that has room.
     for at, words in sorted(marks):
         x, wide = across.at(at), LETTER * len(words)
+        # Words that would leave the page stand to the left of their line.
         fits = x + 3 + wide < across.end + 20
         start = x + 3 if fits else max(20.0, x - 3 - wide)
         row = next(
@@ -273,7 +284,12 @@ def _series(
             {"data-name": series.name, "data-values": values} if bare else {}
         )
         yield tag(
-            "polyline", points=points, **look, stroke_dasharray=dash, **told
+            "polyline",
+            points=points,
+            **look,
+            stroke_dasharray=dash,
+            **told,
+            # A path of one point has no length: show it as a dot.
         )
     if series.dots or len(series.points) == 1:
         for i, (x, y) in enumerate(_seen(series.points, *axes)):
@@ -312,6 +328,7 @@ def bars(
     width: float = WIDE,
 ) -> Html:
     """One SVG document with a bar for each row, all with one scale."""
+    # Names of more than 30 characters are wrapped.
     margin = 36 + LETTER * min(30, max(len(row.name) for row in rows))
     room = width - margin - 30 - LETTER * max(len(row.beside) for row in rows)
     scale = room / max(row.length for row in rows)
@@ -334,6 +351,7 @@ def bars(
         body.append(label(margin + row.length * scale + 8, y + 15, row.beside))
         if row.below:
             body.append(label(margin, y + 38, row.below, "soft"))
+        # A row for each line of its name or of the words below.
         y += 30 + 14 * max(len(lines) - 1, 2 * bool(row.below))
     return document(title, width, y + 14, body, notes)
 
@@ -356,12 +374,14 @@ def matrix_svg(
 ) -> Html:
     """The lower triangle of a matrix with its diagonal; `cell` is called for each pair."""
     margin = 30 + LETTER * max(map(len, names))
+    # Square cells, from 22 to 44 pixels.
     size = max(22.0, min(44.0, (width - margin - 20) / len(names)))
     top, body = 40 + 0.75 * margin, list[Html]()
     for i, name in enumerate(names):
         y = top + i * size
         body.append(label(margin - 8, y + size / 2 + 4, name, "end"))
         x = margin + (i + 0.5) * size
+        # Names above the diagonal are turned, so that they do not overlap.
         turned = f"rotate(-50 {x:.1f} {y - 6:.1f})"
         body.append(tag("text", name, x=x, y=y - 6, transform=turned))
         for j, other in enumerate(names[: i + 1]):

@@ -24,6 +24,8 @@ def chrome(picture: Picture) -> str:
         return (time - picture.start) * scale
 
     for source, timeline in enumerate(picture.timelines):
+        # Processes of the second timeline are numbered after those of the
+        # first.
         base = source * (max(picture.timeline.ranks, default=0) + 1)
         name = f" {picture.names[source]}" if picture.other else ""
         threads: dict[int, int] = {}
@@ -33,6 +35,7 @@ def chrome(picture: Picture) -> str:
                 threads[rank] = 0
                 events.append(
                     _event(
+                        # M: metadata, which names a process or a thread.
                         "M",
                         pid,
                         "process_name",
@@ -47,6 +50,7 @@ def chrome(picture: Picture) -> str:
             ]
             # Perfetto may drop slices of a thread that overlap without nesting.
             for row in apart(spans):
+                # A lane has one thread for each row of spans that overlap.
                 tid = {"tid": threads[rank]}
                 events.append(
                     _event("M", pid, "thread_name", {"name": lane}) | tid
@@ -58,6 +62,7 @@ def chrome(picture: Picture) -> str:
                 threads[rank] += 1
                 for span in row:
                     event = _event(
+                        # X: a complete event, with its start and duration.
                         "X",
                         pid,
                         str(span.op),
@@ -70,6 +75,7 @@ def chrome(picture: Picture) -> str:
                     events.append(event | tid | times | {"cat": span.op.kind})
         for rank, points in (timeline.memory or {}).items():
             for time, kinds in points:
+                # C: a counter, drawn as stacked areas.
                 event = _event(
                     "C", base + rank, f"memory ({picture.unit})", kinds
                 )

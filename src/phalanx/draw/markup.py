@@ -43,6 +43,7 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
     shown = ""
     for key, value in attributes.items():
         if value is not None and value != "":
+            # `cls` for `class`, and `stroke_width` for `stroke-width`.
             named = "class" if key == "cls" else key.replace("_", "-")
             shown += f' {named}="{escaped(_plain(value))}"'
     inside = "".join(
@@ -53,6 +54,7 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
 
 def _plain(value: object) -> str:
     return (
+        # Two digits after the point are a hundredth of a pixel.
         f"{value:.2f}".rstrip("0").rstrip(".")
         if isinstance(value, float)
         else str(value)
@@ -112,6 +114,7 @@ def text_table(
         box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head)
     )
     cells = [[str(cell) for cell in row] for row in rows]
+    # Rows may have more cells than the head.
     for i in range(max(map(len, [head, *cells]))):
         leans = (
             "left" if (left or "l").ljust(i + 1, "r")[i] == "l" else "right"
@@ -120,6 +123,7 @@ def text_table(
         grid.add_column(title, justify=leans, no_wrap=True)  # type: ignore[arg-type]
     for row in cells:
         grid.add_row(*row)
+    # Far wider than any table, so that rich wraps nothing.
     console = Console(
         width=10_000,
         color_system=None,
@@ -189,6 +193,7 @@ def key(
     x, out = 20.0, list[Html]()
     for fill, words, letter, ink in entries:
         need = 28 + LETTER * len(words)
+        # The next entry would leave the page: begin a new line.
         if x + need > width - 20 and x > 20:
             x, y = 20.0, y + 22
         out.append(box(x, y - 12, 16, 16, rx=2, fill=fill))
@@ -209,6 +214,7 @@ def document(
     """A whole SVG document on a card, with its title on top and its notes below."""
     body = list(parts)
     for note in notes:
+        # Text of SVG does not wrap by itself.
         for words in wrapped(note, int((width - 40) / LETTER)):
             body.append(label(20, height, words, "soft"))
             height += 20

@@ -58,6 +58,7 @@ class MeshPicture:
         for axis in self.mesh.axes:
             names.append(axis.name)
             names += [
+                # Only parts that differ from their axis and from one rank.
                 n
                 for n in axis.part_names
                 if n != axis.name and 1 < self.mesh.of(n) < axis.size
@@ -72,6 +73,7 @@ class MeshPicture:
         coordinate along the outer axes has its own panel.
         """
         sizes = [axis.size for axis in self.mesh.axes]
+        # Meshes of fewer axes have one row, or a single rank.
         rows, columns = [1, 1, *sizes][-2:]
         panels = []
         # The last axis varies fastest, so a panel is a range of ranks.
@@ -99,6 +101,8 @@ class MeshPicture:
         """
         at = self.mesh.coordinates(rank)
         cuts = tuple(
+            # Tensor parallelism keeps units whole; a dim that nothing divides
+            # needs none.
             Cut.of(size, *self.mesh.part(axes, at), unit if axes else 1)
             for (_, size, unit), axes in zip(
                 self.weight, self.axes_of, strict=True
@@ -106,6 +110,7 @@ class MeshPicture:
         )
         if self.layout.zero < 3:
             return cuts, None
+        # The shards of a weight lie on the ranks along these axes.
         group = self.mesh.group(rank, self.layout.shard_axes)
         count = math.prod(cut.length for cut in cuts)
         return cuts, Cut.of(count, len(group), group.index(rank))
@@ -141,6 +146,7 @@ def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
     """The grid, groups along axes, ranks' coordinates, and parts of the weight."""
     lines = [*wrapped(picture.title, width), "", *_grid(picture, width)]
     lines += ["", "groups"] * bool(picture.axes)
+    # Names of axes in a column, as wide as the longest.
     widest = max(map(len, picture.axes), default=0)
     for axis in picture.axes:
         groups = picture.mesh.groups([axis])
@@ -155,6 +161,7 @@ def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
             *(" " * len(lead) + part for part in line[1:]),
         ]
     table = _table(picture, picture.axes)
+    # Too wide for the terminal: leave out the parts of axes.
     if len(table[0]) > width:  # groups show the parts of an axis as well
         table = _table(
             picture, tuple(axis for axis in picture.axes if "." not in axis)
@@ -174,6 +181,7 @@ def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
 
 def _grid(picture: MeshPicture, width: int) -> Iterator[str]:
     """The panels, side by side as far as they fit."""
+    # "tp0 tp1 ..." above the columns, "pp0" before each row.
     row, column = ["", "", *(axis.name for axis in picture.mesh.axes)][-2:]
     cell = max(len(str(picture.mesh.size - 1)), len(column) + 2) + 1
     margin = max(len(row) + 3, len(row) + len(column) + bool(row))
@@ -191,6 +199,7 @@ def _grid(picture: MeshPicture, width: int) -> Iterator[str]:
             block.append(label.ljust(margin) + numbers)
         wide = max(map(len, block))
         blocks.append([line.ljust(wide + 4) for line in block])
+    # Panels that fit side by side.
     fit = max(1, width // len(blocks[0][0]))
     for first in range(0, len(blocks), fit):
         yield from [""] * bool(first)
@@ -201,6 +210,7 @@ def _grid(picture: MeshPicture, width: int) -> Iterator[str]:
 def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
     """A line for each rank; for very many, only the first and last ones."""
     ranks = list(range(picture.mesh.size))
+    # The first 32 and the last 4 ranks.
     if len(ranks) > _RANKS:
         ranks = [*ranks[: _RANKS // 2], *ranks[-4:]]
     head, rows = ["rank", *axes, *(name for name, _ in picture.ranges(0))], []
@@ -259,6 +269,7 @@ def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
     grids: list[tuple[str, dict[int, int] | None]] = [("ranks", None)]
     for axis in picture.axes:
         groups = picture.mesh.groups([axis])
+        # The number of each rank's group, which gives its colour and letter.
         of = {rank: g for g, group in enumerate(groups) for rank in group}
         title = f"groups along {axis}: {len(groups)} of {len(groups[0])}; same letter, same group"
         grids.append((title, of))
@@ -287,6 +298,7 @@ def _panels(
     head = 18 if first_title else 0
     wide, high = len(grid[0]) * cell + 18, len(grid) * tall + head + 10
     for title, grid in picture.panels:
+        # The next panel would leave the page.
         if x > 20 and x + wide > most:
             x, y = 20.0, y + high
         if title:

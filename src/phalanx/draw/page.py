@@ -36,6 +36,7 @@ def frame(title: str, *body: str, narrow: bool = True) -> str:
         )
     parts = {
         "title": escaped(title),
+        # A page without scripts forbids them: nothing that it shows can run.
         "scripts": "script-src 'unsafe-inline'; "
         if "<script" in content
         else "",
@@ -56,6 +57,7 @@ def figure(draw: Callable[[float], Html]) -> Html:
 
     Its marks respond to the pointer and the arrow keys.
     """
+    # Style sheets show the one that suits the screen.
     both = (("desk", WIDE), ("phone", PHONE))
     drawn = (
         tag("div", draw(width), cls=f"scroll {screen}")
@@ -86,6 +88,7 @@ def timeline(picture: Picture) -> Html:
     head = ("", *picture.names, "difference, of the step")
     words = "Time of all ranks by kind of operation; of messages where nothing else is done"
     data = json.dumps(_data(picture), separators=(",", ":"), ensure_ascii=True)
+    # `<` as \u003c is the same in JSON.
     for character in "<>&":  # nothing in the data may end the script element
         data = data.replace(character, f"\\u{ord(character):04x}")
     parts = [
@@ -118,6 +121,7 @@ def _data(picture: Picture) -> dict[str, object]:
     # For each rank its kinds of memory, and [time, amounts...] whenever they change.
     memory = []
     for source, timeline in enumerate(picture.timelines):
+        # Kinds that a rank never holds would only fill the key.
         for rank, points in (timeline.memory or {}).items():
             kinds = sorted(
                 {

@@ -37,6 +37,7 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
     rows, kinds = [], set[str]()
     for rank, name, timeline in _ranks(picture):
         parts, bars, at = timeline.breakdown(rank), list[Bar](), 0.0
+        # "" stands for idle time, which comes last.
         for kind in (*LEGEND, ""):
             if not (time := parts.get(kind, 0.0)):
                 continue
@@ -51,6 +52,7 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
             tip = f"{name.strip()}: {named(kind)} {took}"
             bars.append(Bar(at, at + time, fill, ink, tip, (share,)))
             at += time
+        # Indented names belong to the second timeline, below the first.
         rows.append(Row(name, bars, main=not name.startswith(" "), tall=22))
     fills = (
         (k, PAINTS[k].fill if k else _IDLE)
@@ -81,6 +83,7 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
     ]
     if not held:
         return Html("")
+    # One scale for all ranks, so that their heights can be compared.
     most = (
         max(sum(now.values()) for _, _, points in held for _, now in points)
         or 1.0
@@ -105,7 +108,9 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
         areas = []
         for kind in kinds:
             levels = [
-                (time, max(0.0, now.get(kind, 0.0))) for time, now in points
+                # Rounding may leave a freed amount slightly below 0.
+                (time, max(0.0, now.get(kind, 0.0)))
+                for time, now in points
             ]
             highest = max(amount for _, amount in levels)
             tip = (

@@ -49,6 +49,8 @@ def apart(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
     lane can overlap.
     """
     rows: list[list[Span]] = [[]]
+    # In the order of their starts, each into the first row that is free by
+    # then.
     for span in sorted(spans, key=lambda s: (s.start, s.end)):
         free = next(
             (row for row in rows if not row or row[-1].end <= span.start), None
@@ -124,6 +126,8 @@ class Picture:
         for source, timeline in enumerate(self.timelines):
             for span in timeline.spans:
                 where = (span.rank, span.lane, source)
+                # Its other end, the receive, is the same event and is not
+                # shown again.
                 if span.end > span.start and span.op.kind != ops.RECEIVE:
                     shown.setdefault(where, []).append(span)
                 elif span.lane == "compute":
@@ -133,7 +137,10 @@ class Picture:
         }
         order = {rank: i for i, rank in enumerate(sorted(ranks))}
         keys = sorted(
-            shown, key=lambda k: (order[k[0]], k[1] != "compute", k[1], k[2])
+            # Compute lanes first, then by name; the measured lane below the
+            # predicted one.
+            shown,
+            key=lambda k: (order[k[0]], k[1] != "compute", k[1], k[2]),
         )
         return tuple(
             Track(
@@ -174,6 +181,7 @@ class Picture:
     def tint(self, rank: int, op: Op) -> float:
         """Lightness of an operation's colour, 0 to 1, rising with its piece."""
         pieces = self.pieces_of.get(rank, ())
+        # Messages and units have no tint, nor does a rank with one piece.
         if op.of or op.piece not in pieces or len(pieces) < 2:
             return 0.0
         return pieces.index(op.piece) / (len(pieces) - 1)
@@ -183,9 +191,11 @@ class Picture:
         if op.piece < 0:
             return (op.kind,)
         if op.kind in ops.ON_MICROBATCH:
+            # Without the piece where a rank has only one.
             short = (f"{op.kind}{op.index}", str(op.index))
             return (str(op), *short) if self.several else short
         if op.of:
+            # A message is named by what it carries.
             return (f"{op.of}{op.index}", str(op.index))
         return (str(op), str(op.piece))
 
@@ -200,6 +210,7 @@ class Picture:
             return what
         if op.kind in ops.ON_MICROBATCH:
             return f"{what}: piece {op.piece}, microbatch {op.index}"
+        # A unit's second collective of a step is its time 2.
         return f"{what}: unit {op.piece}" + (
             f", time {op.index + 1}" if op.index else ""
         )
@@ -213,6 +224,7 @@ class Picture:
                 f"makespan {number(t.makespan)}{self.clock}, ideal {number(t.ideal)}{self.clock},"
                 f" bubble {100 * t.bubble_fraction:.1f} %"
             )
+            # Messages that computation does not hide.
             exposed = max((t.exposed(rank) for rank in t.ranks), default=0.0)
             if exposed > 1e-12:
                 words += f", exposed communication up to {number(exposed)}{self.clock}"
@@ -232,6 +244,7 @@ class Picture:
         """
         rows, whole = (
             [],
+            # Seconds of all ranks together.
             self.timeline.makespan * len(self.timeline.ranks) or 1.0,
         )
         parts = [

@@ -47,8 +47,10 @@ def shards_svg(slices: Sequence[Slice], width: float = WIDE) -> Html:
     rows: dict[str, dict[int, Slice]] = {}
     more: dict[tuple[str, int], int] = {}
     for each in slices:
+        # "layers.3.attn.wq" -> "layers.*.attn.wq".
         name = re.sub(r"\b\d+\b", "*", each.weight)
         rows.setdefault(name, {}).setdefault(each.rank, each)
+        # Further weights of this name on the rank, the first one not counted.
         more[name, each.rank] = more.get((name, each.rank), -1) + 1
     wide = min(64.0, (width - 40 + _GAP) / len(ranks) - _GAP)
     body: list[Html] = []
@@ -84,6 +86,7 @@ def _part(
 ) -> Iterator[Html]:
     """The box in a light colour, with the part that is kept in full colour."""
     x, y, width, height = cell
+    # A vector is a row; of more dims, the first and the last are shown.
     down, across = (
         (slice.box[0], slice.box[-1])
         if len(slice.box) > 1
@@ -109,6 +112,7 @@ def _part(
     if slice.kept is None:
         return
     count = math.prod(b - a for a, b in slice.box) or 1
+    # The share of the box that is kept, in its flat order.
     a, b = (min(at, count) / count for at in slice.kept)
     if rows > 1:  # elements run along rows
         top, bottom = top + (bottom - top) * a, top + (bottom - top) * b

@@ -99,9 +99,11 @@ def gantt(
     at = _TimeScale(margin, scale or room / ((end - start) or 1), start, end)
     floor, body, axis = float(_TOP), list[Html](), list[Html]()
     for i, row in enumerate(rows):
+        # Main rows are separate, and their other lanes close below them.
         floor += (_GAP if row.main else 1) * bool(i)
         body += _row(row, floor, at)
         floor += row.height
+    # 64 pixels between two numbers on the axis.
     for time in ticks(start, end, 64 / at.scale):
         axis.append(line(at.x(time), _TOP - 8, at.x(time), floor + 3))
         axis.append(
@@ -127,6 +129,7 @@ def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     yield box(at.margin, top, at.x(at.end) - at.margin, row.height, cls="idle")
     yield from _areas(row, top, at)
     for bar in row.bars:
+        # Short bars stay visible, and neighbours are a pixel apart.
         x, width = (
             at.x(bar.start),
             max(0.75, (bar.end - bar.start) * at.scale - 1),
@@ -134,6 +137,7 @@ def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
         look = {"cls": "op", "rx": min(2.0, width / 3), "fill": bar.fill}
         yield box(x + 0.5, top, width, row.height, tip=bar.tip, **look)
         for name in bar.names:
+            # The longest name that fits; none in a narrow bar.
             if LETTER * len(name) + 2 <= width:
                 middle = x + 0.5 + width / 2
                 yield label(
@@ -144,6 +148,7 @@ def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
 
 def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     """The stacked areas from the top down: each is drawn over the one above it."""
+    # Heights of the stack: each area's own amounts on those below it.
     amounts = ([amount for _, amount in area.levels] for area in row.areas)
     sums = accumulate(
         amounts,
@@ -153,6 +158,7 @@ def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     for area, heights in reversed(list(zip(row.areas, sums, strict=True))):
         times = [at.x(time) for time, _ in area.levels] + [at.x(at.end)]
         points = [f"{times[0]:.2f},{floor:.2f}"]
+        # Levels are constant between changes: a step at each.
         for x, until, amount in zip(times, times[1:], heights, strict=False):
             y = floor - row.height * amount / row.most
             points += [f"{x:.2f},{y:.2f}", f"{until:.2f},{y:.2f}"]
@@ -170,7 +176,9 @@ def tinted(colour: str, light: float) -> str:
     """A colour mixed with white: 0 leaves it, 1 makes it as light as text allows."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(
-        f"{round(p + (255 - p) * 0.55 * light):02x}" for p in parts
+        # 55 % of white at most, on which black text is legible.
+        f"{round(p + (255 - p) * 0.55 * light):02x}"
+        for p in parts
     )
 
 
@@ -218,10 +226,12 @@ def _scale(picture: Picture) -> float:
     """Pixels per unit of time: labels fit short operations, and all fits a page."""
     span = (picture.end - picture.start) or 1.0
     spans = [s for t in picture.tracks if t.lane == "compute" for s in t.spans]
+    # Very short operations would make the picture far too wide.
     shortest = max(
         min((s.end - s.start for s in spans), default=span), span / 2000
     )
     letters = 4.6 if picture.several else 3.6
+    # Between 640 and 1,500 pixels, within which labels decide.
     return min(max(letters * LETTER / shortest, 640 / span), 1500 / span)
 
 

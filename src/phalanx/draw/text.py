@@ -31,12 +31,15 @@ def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
     """The picture in lines of at most `width` columns."""
     tracks = picture.tracks
     widest = max((len(t.label) for t in tracks), default=0)
+    # Labels take a third of the width at most.
     margin = min(widest, max(6, width // 3)) + 1
     room = max(8, width - margin)
     scale = _scale(picture, room)
+    # Rounding must not add an empty column.
     columns = max(1, math.ceil((picture.end - picture.start) * scale - 1e-6))
     band = _band(picture, scale, room, columns)
     rows = [(track, _cells(track, picture.start, scale)) for track in tracks]
+    # Each band shows a part of the time, all ranks above one another.
     lines = wrapped(picture.title, width)
     for left in range(0, columns, band):
         right = min(columns, left + band)
@@ -75,9 +78,11 @@ def _scale(picture: Picture, room: int) -> float:
     most = max(1, _LINES // (len(picture.tracks) + 2))
     # A very short operation among long ones does not set the scale for all.
     shortest = max(shortest, median(s.end - s.start for s in spans) / 4)
+    # First in one band, with wide cells if they fit.
     for cell in range(label + 2, label - 1, -1):
         if total / shortest * cell <= room + 1e-6:
             return cell / shortest
+    # Then in as many bands as `_LINES` allow.
     for cell in range(label + 1, 0, -1):
         if total / shortest * cell <= room * most:
             return cell / shortest
@@ -96,6 +101,7 @@ def _band(picture: Picture, scale: float, room: int, columns: int) -> int:
             round(min((s.end - s.start for s in spans), default=1.0) * scale),
         ),
     )
+    # A whole number of cells, so that no label is cut at the end of a band.
     room -= room % cell
     fair = -(-columns // -(-columns // room))
     return min(room, -(-fair // cell) * cell)
@@ -106,6 +112,7 @@ def _cells(track: Track, begin: float, scale: float) -> list[_Cell]:
     cells: list[_Cell] = []
     reached = 0
     for span in sorted(track.spans, key=lambda s: s.start):
+        # Columns are whole: round both ends alike.
         start, stop = (
             round((t - begin) * scale) for t in (span.start, span.end)
         )
@@ -140,6 +147,7 @@ def _row(
                     picture.tint(track.rank, op) > 0.5
                     and op.kind in ops.COMPUTES
                 )
+                # White ink is 15 of the terminal's colours, black 16.
                 ink = 15 if paint.ink == "#ffffff" else 16
                 look = f"38;5;{ink};48;5;{paint.terminal}" + ";4" * later
                 words = f"\x1b[{look}m{words}\x1b[0m"
@@ -154,11 +162,13 @@ def _words(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
     A cell folded over two bands has its label in the larger part.
     """
     left, band = window[0], window[1] - window[0]
+    # Where this window's band would begin inside the cell.
     first = left + (cell.start - left) // band * band
     cuts = [e for e in range(first, cell.stop, band) if e > cell.start]
     parts = list(pairwise([cell.start, *cuts, cell.stop]))
     here = (max(cell.start, window[0]), min(cell.stop, window[1]))
     size = here[1] - here[0]
+    # The larger part has the label; of equal ones the first.
     if here != max(parts, key=lambda p: (p[1] - p[0], -p[0])):
         return "─" * size
     for name in picture.names_of(cell.op):
@@ -171,6 +181,7 @@ def _words(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
             rest = size - len(name)
             # The last column stays free to separate neighbours.
             return name + "─" * (rest - 1) + " " * min(1, rest)
+    # Too narrow for a label: small letters of the kind.
     return cell.op.kind.lower()[:1] * size
 
 
@@ -179,7 +190,10 @@ def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
     begin = picture.start
     marks = [" "] * (right - left)
     for time in ticks(
-        begin + (left - 0.5) / scale, begin + right / scale, 9 / scale
+        begin + (left - 0.5) / scale,
+        begin + right / scale,
+        9 / scale,
+        # At least nine columns apart.
     ):
         column = round((time - begin) * scale) - left
         words = f"╷{number(time)}{picture.clock}"
@@ -194,6 +208,7 @@ def _legend(picture: Picture, scale: float) -> str:
     for span in (span for track in picture.tracks for span in track.spans):
         short = (span.end - span.start) * scale < len(
             f"{span.op.kind}{span.op.index}"
+            # Half a column less: rounding may have made it wide enough.
         ) - 0.5
         if short and KINDS[span.op.kind].lane == ops.COMPUTE:
             narrow.add(span.op.kind)

@@ -11,10 +11,12 @@ def number(x: float) -> str:
 
 def ticks(start: float, end: float, least: float) -> list[float]:
     """Round values from start to end, at least `least` apart."""
+    # The power of ten below the distance, then 1, 2, 5 or 10 times that.
     power: float = 10.0 ** math.floor(math.log10(least))
     step = next(
         m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9)
     )
+    # Multiples of the step inside the range, ends included.
     first, last = math.ceil(start / step - 1e-9), math.floor(end / step + 1e-9)
     return [tick * step for tick in range(first, last + 1)]
 

@@ -154,6 +154,7 @@ def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
     spans: dict[str, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         spans[span.op.kind].append(span)
+    # Seconds of the measured step.
     ranks, whole = len(timeline.ranks), timeline.makespan
     rows = []
     for kind in (k for k in KINDS if k in spans):
@@ -176,6 +177,7 @@ def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
 
 
 def _price(op: Op, prices: Prices) -> float | None:
+    # A plan may price the halves of a backward, where the step ran it whole.
     halves = [
         (kind, op.piece) for kind in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
     ]

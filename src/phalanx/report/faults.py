@@ -37,9 +37,13 @@ class Spent(Goodput):
         super().add(record)
         if self.unusable > unusable:
             return
+        # What this record has added to each part.
         more = {part: self.spent[part] - before[part] for part in PARTS}
+        # A restart moves steps to "lost steps": they were counted as steps
+        # before.
         again = max(0.0, more.pop("lost steps"))
         more["steps"] += again
+        # First the time without a process, then that of the record.
         up = begun + more["down"]
         self.parts.append(
             (begun, up, {"down": more.pop("down"), "steps": 0.0})
@@ -64,6 +68,7 @@ class Spent(Goodput):
             first, last = int(start / width), min(int(end / width), BINS - 1)
             for n in range(min(first, BINS - 1), last + 1):
                 inside = min(end, (n + 1) * width) - max(start, n * width)
+                # A part is spread evenly over its own interval.
                 share = inside / (end - start) if end > start else 1.0
                 for part, seconds in parts.items():
                     bins[part][n] += share * seconds
@@ -78,6 +83,7 @@ def faults_svg(records: Sequence[Record], width: float) -> Html:
     each, total = spent.total / BINS, spent.total
     areas = []
     for part, seconds in spent.over_time().items():
+        # Parts below 0.05 % cannot be seen.
         if spent.spent[part] >= 5e-4 * total:
             levels = [(n * each, s / each) for n, s in enumerate(seconds)]
             tip = f"{part}: {seconds_text(spent.spent[part])}, {spent.spent[part] / total:.1%}"
@@ -116,11 +122,14 @@ def _lives(spent: Spent) -> list[Bar]:
     lives: list[list[tuple[float, float, Record]]] = []
     last: Any = object()
     for start, end, record in spent.records:
+        # A process is known by its boot and the time of its start.
         process = record.get("boot"), record.get("began")
         if (
             record["event"] == "hang"
         ):  # written by the watcher of the hanging process
             continue
+        # Records of earlier versions have neither: a start begins a process
+        # there.
         if process != last or (
             process == (None, None) and record["event"] == "start"
         ):
@@ -159,6 +168,7 @@ def _odd(spent: Spent) -> list[tuple[float, str, str]]:
         other = record.get("began") != before.get("began")
         other = other or ("began" not in record and event == "start")
         begins = before and event != "hang" and other
+        # Neither "end" nor "stop" nor a hang: the process was killed.
         if begins and before["event"] not in ("end", "stop", "hang"):
             step = f" after step {before['step']}" if "step" in before else ""
             found.append((at, "killed", f"killed{step}, {seconds_text(at)}"))

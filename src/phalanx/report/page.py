@@ -87,7 +87,10 @@ class _Journal:
         """The steps of each start: those that count, and those that a later start
         repeated."""
         segments, end = list[tuple[list[Record], list[Record]]](), math.inf
+        # From the last start backwards: steps beyond a later start's beginning
+        # were repeated.
         for start, steps in reversed(stretches(self.records)):
+            # `not >` keeps records without a number.
             kept = [r for r in steps if not number(r, "step") > end]
             segments.append(
                 (kept, [r for r in steps if number(r, "step") > end])
@@ -247,6 +250,7 @@ def _summary(journal: _Journal) -> Html:
     name = model.get("name", "") if isinstance(model, dict) else ""
     parameters = number(last, "parameters")
     words = {"end": "ended", "stop": "stopped, can be resumed"}
+    # The journal's last record tells how the run ended.
     ended = words.get(journal.records[-1]["event"], "not ended")
     at = number(steps[-1], "step") if steps else number(last, "step")
     lines = [
@@ -255,6 +259,7 @@ def _summary(journal: _Journal) -> Html:
         f"{len(journal.starts)} starts; the last as {_layout(last)} on {last.get('ranks')} ranks",
     ]
     if steps:
+        # The median, because a step with a save or a validation takes longer.
         rate = statistics.median(number(s, "tokens_per_second") for s in steps)
         lines.append(
             f"loss {number(steps[-1], 'loss'):.4f}; {rate:,.0f} tokens/s (median)"
@@ -278,6 +283,7 @@ def _lines(
     for kept, again in journal.segments:
         series.append(Series(words, _points(kept, name, scale), dots=False))
         if again:
+            # Joined to the last step that counts.
             lost = _points([*kept[-1:], *again], name, scale)
             series.append(Series(words, lost, dots=False, faint=True))
     return series
@@ -309,6 +315,7 @@ def _curve(
 def _loss(journal: _Journal) -> Section:
     series = _lines(journal, "loss", 1.0, "training")
     series.append(
+        # Single points: validations are rare.
         Series(
             "validation",
             _points(journal.of("validation"), "loss"),
@@ -337,6 +344,7 @@ def _efficiency(journal: _Journal) -> Section:
         _inside(last, "flops", "model"),
         _inside(last, "flops", "full"),
     )
+    # FLOPs with full attention over those with causal attention.
     note = (
         f"Relative to a peak of {number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
         f" ({last.get('peak_from')}). MFU counts what the model needs, with causal attention; HFU"
@@ -405,6 +413,7 @@ def _mesh(start: Record) -> Section:
 
 
 def _events(journal: _Journal) -> Html:
+    # Seconds since the first start.
     begun = number(journal.starts[0], "time")
     rows = [
         (

@@ -44,6 +44,7 @@ def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
                 and 0 < ranks < 1 << 20
             ):
                 layout = str(start.get("layout") or "one rank")
+                # The first line covers the warm-up.
                 found.append(
                     Speed(folder.name, layout, ranks, median(rates[1:]), start)
                 )
@@ -60,11 +61,13 @@ def scaling_svg(
     if len({run.ranks for run in runs}) < 2:
         return Html("")
     plans = [(run, rate) for run in runs if (rate := planned(run))]
+    # The fastest of the smallest runs is the measure of the ideal.
     first = max(
         (run for run in runs if run.ranks == runs[0].ranks),
         key=lambda run: run.rate,
     )
     ends = (first.ranks, runs[-1].ranks)
+    # As many times the tokens as there are times the ranks.
     ideal = tuple((float(n), first.rate * n / first.ranks) for n in ends)
 
     def series(name: str, each: Sequence[tuple[Speed, float]]) -> Series:

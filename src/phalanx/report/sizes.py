@@ -33,6 +33,7 @@ def sizes_of_run(
     shape, matmul = make().shape, matmul_named(layout.matmul)
     precision = replace(precision_of(layout.precision), matmul=matmul)
     assert shape is not None
+    # On meta tensors: shapes without memory.
     ids = torch.empty(shape.batch, sequence, dtype=torch.int64, device="meta")
     batch = dict.fromkeys(("tokens", "targets", "positions"), ids)
     if shape.kind == "mlp":
@@ -57,6 +58,7 @@ def shards_of(
     and the part it keeps."""
     found = []
     for rank in range(min(layout.ranks, most)):
+        # A world that counts messages and sends none.
         world = TallyWorld(rank, layout.ranks)
         try:
             precision = precision_of(layout.precision)
@@ -68,6 +70,7 @@ def shards_of(
                     e.weight.name: (e.start, e.stop) for e in unit.entries()
                 }
                 for weight in unit.order:
+                    # Ranges of each dim on this rank of tp.
                     box = tuple((cut.start, cut.stop) for cut in weight.cuts)
                     found.append(
                         Slice(
@@ -75,6 +78,8 @@ def shards_of(
                             weight.name,
                             weight.shape,
                             box,
+                            # Elements of the flat box that this rank keeps;
+                            # None: none.
                             kept.get(weight.name),
                         )
                     )

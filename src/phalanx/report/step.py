@@ -59,6 +59,7 @@ def read_step(folder: Path) -> Step:
     where, versions = folder / "metrics.jsonl", start.get("versions")
     if not isinstance(start.get("sequence", 0), int):
         raise ReportError(f"{where}: its start has no sequence. {_SHOWS}")
+    # The model's own sizes, checked as a file of somebody else.
     shape = decode(Shape, start["model"], f"{where}, model", MachineFileError)
     return Step(
         number,
@@ -100,6 +101,7 @@ def predicted(
         measured=timeline.makespan,
         costs=costs,
         usual=step.usual,
+        # On a GPU spans end at the launch, not at the end.
         launched=not hardware.cores,
     )
 
@@ -134,6 +136,7 @@ def _stretch(
 ) -> tuple[Mapping[str, Any], list[float]]:
     """Return the last start of a run that can contain this step, and the seconds of its
     step lines."""
+    # The last start in this layout before the step.
     for start, steps in reversed(
         stretches(read_journal(folder / "metrics.jsonl"))
     ):
@@ -172,6 +175,7 @@ def step_extras(
         step = read_step(folder)
     except ValueError:  # without a model there is nothing to size
         step = None
+    # Code of the user is run only if `make` was given.
     if step and (make or not step.own) and _known(step):
         # torch, which takes a second to load, is only loaded if there is a model
         from ..parallel.model import build_model
@@ -181,6 +185,7 @@ def step_extras(
             make or partial(build_model, step.shape),
             recorded.program,
         )
+        # CPU kernels keep other tensors than those of a GPU.
         target = "cpu" if step.device == "CPU" else "cuda"
         sizes = sizes_of_run(
             make, step.layout, program, step.sequence, target, optimizer
@@ -204,6 +209,7 @@ def _known(step: Step) -> bool:
     """True if the program can belong to this model: a foreign folder may contain any
     sizes."""
     program = step.recorded.program
+    # One to three program pieces for each piece of the model.
     pieces = step.shape.pieces <= program.pieces <= 3 * step.shape.pieces
     return (
         pieces
