@@ -4,8 +4,7 @@ its constructor.
 
 The model is a list of pieces: `embed` (tokens to activations), `layers` (blocks, each
 called `x = block(x, **shared)`) and `head` (last norm, output projection, loss). Each
-can be called alone; `Decoder.forward` only chains them. Activations are (batch, time,
-hidden).
+can be called alone; `Decoder.forward` only chains them. Activations are (B, T, hidden).
 
 No forward reads a head count, a width or the vocabulary size, so weights may be sharded
 before a call. The attention core, the token lookup and the loss are child modules, so

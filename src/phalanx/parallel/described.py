@@ -119,7 +119,6 @@ class _PieceTrial:
         once, both = (
             float(loss_of(run).detach()) for run in (pieces, doubled)
         )
-        # Rounding differs by less than this, also in the loss of twice as many rows.
         if abs(both - 2 * once) > _APART[self.dtype] * abs(once):
             name = self.model.pieces[-1][0]
             raise LayoutError(
@@ -189,7 +188,6 @@ class _Comparison:
         """Run backward, and reduce each gradient at once to save memory."""
         gradients: dict[str, Tensor] = {}
         hooks: list[Any] = []
-        # Stated as hooks, so that each gradient is freed before the next one is made.
         for name, weight in self.weights.items():
             if weight.requires_grad:
                 register: Any = weight.register_post_accumulate_grad_hook

@@ -310,7 +310,7 @@ def _same(
     if own is None:
         return False
     differs = cut or own.shape != whole.shape
-    # (batch, time, ...)
+    # (B, T, ...)
     if differs and whole.dim() > 1 and whole.shape[1] > times.max():
         whole = whole.index_select(1, times)
     if own.shape != whole.shape:

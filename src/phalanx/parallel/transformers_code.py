@@ -125,7 +125,6 @@ def _model_of(
     model = Model(
         pieces, table, {"heads": apart.heads, "kv": apart.kv}, shape=sizes
     )
-    # `tied` is known only when equal parameters have been found in two pieces.
     names = {name: apart.names[p] for name, p in model.weights.items()}
     return replace(model, shape=replace(sizes, tied=bool(model.tied))), names
 

@@ -228,7 +228,7 @@ def as_block(block: Any, number: int) -> None:
 
 def attend(
     module: Any,
-    query: Tensor,  # (batch, heads, time, head_dim)
+    query: Tensor,  # (B, heads, T, head_dim)
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -267,7 +267,7 @@ def attend(
         plain = 1 / math.sqrt(query.shape[-1])
         module.query_scale = 1.0 if scaling is None else float(scaling) / plain
         module.heads_seen = query.shape[1], key.shape[1], query.shape[-1]
-    # (batch, time, heads, head_dim)
+    # (B, T, heads, head_dim)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if not math.isclose(module.query_scale, 1.0, rel_tol=1e-15):
         q = q * module.query_scale  # the core divides by sqrt(head_dim)

@@ -69,7 +69,6 @@ def refuse_tables(
 
     `path` lists the modules down to the blocks, `modules` all of theirs.
     """
-    # A buffer of a block would have to be sharded or copied; ours have none.
     tables = [n for block in blocks for n, _ in block.named_buffers()]
     bare = [n for m in path for n, _ in m.named_parameters(recurse=False)]
     refuse(

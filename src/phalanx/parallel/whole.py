@@ -198,7 +198,7 @@ def returned_loss(returned: Any) -> Tensor | None:
 
 
 def logits_in(returned: Any, name: str) -> Tensor:
-    """The logits (batch, time, words) that a forward returned."""
+    """The logits (B, T, vocab) that a forward returned."""
     if isinstance(returned, Mapping):
         candidates = [returned.get("logits")]
     elif isinstance(returned, tuple | list):
