@@ -24,6 +24,7 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
     """
     words = [Url(word) for word in argv]
     for word in words:
+        # The references find the secrets in the environment of the program.
         os.environ.update(word.secrets)
     return [str(word) for word in words]
 
@@ -41,7 +42,11 @@ def hide_secrets(argv: Sequence[str]) -> None:
         fields = stat_of("/proc/self")
         begin, end = int(fields[_BEGIN]), int(fields[_END])
         shown = Path("/proc/self/cmdline").read_bytes()
+        # The arguments follow one another in memory, each with a zero byte
+        # behind it.
         hidden = b"\0".join(map(_starred, shown.split(b"\0")))
+        # Nothing is written unless the memory is exactly as long as what `ps`
+        # shows.
         if begin and len(shown) == len(hidden) == end - begin:
             ctypes.memmove(begin, hidden, len(hidden))
 

@@ -31,6 +31,7 @@ def refuse_before(run: Run) -> None:
         # A user's schedule is run once here; otherwise every rank would report its
         # errors.
         refuse_own(layout)
+        # `legal` reports its own violations later, with ways out.
         if (
             shape is not None
             and layout.recompute != "fit"
@@ -48,6 +49,8 @@ def refuse_before(run: Run) -> None:
             "run",
             [Mistake("layout", what, "Start more with torchrun or Slurm")],
         )
+    # A GPU's memory is not known before torch is loaded, so this is about
+    # CPUs.
     if not _has_gpu():
         if layout is not None and layout.recompute == "fit" and not run.memory:
             what = f"layout = {run.layout!r}: how much a rank may hold is not known without a GPU"
@@ -64,6 +67,8 @@ def refuse_before(run: Run) -> None:
     wrong = wrong or _journal(Path(run.out, "metrics.jsonl"))
     if wrong:
         raise RunError("run", wrong)
+    # Opened here once, so that damaged data is reported before any rank
+    # starts.
     for path in (path for path, _ in run.sources if path != PYTHON):
         from ..train.data.token_files import open_corpus
 
@@ -72,6 +77,7 @@ def refuse_before(run: Run) -> None:
 
 def refuse_large(need: float, what: str, way_out: str) -> None:
     """Raise if this machine cannot hold `need` bytes."""
+    # A machine without a GPU computes in its own memory.
     # A GPU's memory is unknown without torch, but no GPU has a TiB.
     have = max(machine_memory(), 2.0**40 if _has_gpu() else 0)
     if need > have:
@@ -94,6 +100,7 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     The estimate is a lower bound, so a run refused here could not have started.
     """
     have = machine_memory()
+    # Bytes of one rank, times the ranks that are on this machine.
     precision = (layout.precision if layout else "") or FP32
     dtype = DTYPES[precision]
     buffers = engine_state(precision, run.optimizer.fewest_moments)
@@ -104,6 +111,7 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
         layout.copies if layout else 1
     )  # ranks that hold a part of each weight
     gradient = held.gradient
+    # ZeRO-2 and 3 hold shards of the gradient, not whole ones.
     if layout and layout.zero >= 2 and held.gradient_shard:
         gradient = held.gradient_shard
     state = shape.total * copies * (held.weight + gradient + held.optimizer)
@@ -118,8 +126,10 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     tokens = (
         shape.batch
         * run.tokens(shape)
+        # Sequences of one microbatch.
         / (layout.microbatches if layout else shape.batch)
     )
+    # Recomputation keeps one block's input at a time, at least.
     blocks = (
         1 if layout is None or layout.recompute != "none" else shape.layers
     )

@@ -113,6 +113,7 @@ def _device(args: argparse.Namespace, options: Sequence[str]) -> LocalDevice:
 
     from ..bench import local_device
 
+    # Without torch until here: wrong options are reported at once.
     device = local_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -142,6 +143,7 @@ class _Ranks:
         from ..layout.environment import rendezvous
 
         self.launched = rendezvous(os.environ)
+        # Without GPUs two ranks show what messages cost.
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         self.count = (
             self.launched.size if self.launched else ranks or max(gpus, 2)
@@ -154,6 +156,7 @@ class _Ranks:
             raise UsageError(
                 f"--ranks {ranks}: the launcher started {self.count}."
             )
+        # Under a launcher the backend is that of `join`.
         self.requested = backend
         self.backend = (
             backend if self.launched else choose(backend, self.count)
@@ -174,6 +177,7 @@ class _Ranks:
                 self.count, backend=self.requested, threads_per_rank=1
             ) as run:
                 return run(work, *args)[0]
+        # Ranks of a launcher: each calls this command.
         world = join(self.count, backend=self.requested)
         self.backend = NCCL if world.device.type == "cuda" else GLOO
         value = work(world, *args)
@@ -233,6 +237,7 @@ def _collectives(argv: list[str]) -> int:
         help="chart of bandwidth over size, with the fit",
     )
     args = parser.read(argv)
+    # Refused before torch is loaded.
     # Each rank holds what it sends, what it receives, and the expected result.
     need = 3.0 * max(args.sizes) * (args.ranks or 2)
     refuse_large(
@@ -240,6 +245,7 @@ def _collectives(argv: list[str]) -> int:
         f"--sizes to {binary_text(max(args.sizes))}",
         "Write smaller sizes, such as 1K:64M",
     )
+    # Checked early where the number of ranks is known already.
     if args.groups and args.ranks:
         _groups(args.groups, args.ranks)
     import torch
@@ -249,6 +255,7 @@ def _collectives(argv: list[str]) -> int:
     ranks = _Ranks(args.ranks, args.backend)
     groups = _groups(args.groups or str(ranks.count), ranks.count)
     dtype = DTYPES[args.dtype].torch
+    # Sums of 0 to 2 over all ranks must be exact in the dtype.
     if 2 * ranks.count > 2 / torch.finfo(getattr(torch, dtype)).eps:
         raise UsageError(
             f"--dtype {args.dtype}: sums over {ranks.count} ranks cannot be checked exactly; use fp32."
@@ -262,6 +269,7 @@ def _collectives(argv: list[str]) -> int:
         args.limit,
         args.total,
     )
+    # Other ranks of a launcher print nothing.
     samples = ranks.run(measure_collectives, sweep)
     if samples is None:
         return 0
@@ -298,6 +306,7 @@ def _collectives(argv: list[str]) -> int:
 
 
 def _operations(text: str) -> tuple[str, ...]:
+    # In the order of the user.
     ops = tuple(FACTORS) if text == "all" else tuple(text.split(","))
     for op in ops:
         if op not in FACTORS:
@@ -310,6 +319,7 @@ def _operations(text: str) -> tuple[str, ...]:
 def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
     groups = []
     for part in text.split(","):
+        # "4" -> (4, 1), "2x4" -> (2, 4).
         match = re.fullmatch("([0-9]{1,6})(?:x([0-9]{1,6}))?", part)
         if not match:
             raise UsageError(
@@ -349,6 +359,7 @@ def collectives_text(
         right = "right" if s.correct else "WRONG"
         rows.append((s.op, group_text(s), size, time, span, *rates, right))
         if s.halves:
+            # Two steps over one: above 1, the whole all-reduce is faster.
             ratio = f"{s.halves / s.seconds:.2f}"
             halves.append((s.ranks, size, time, seconds_text(s.halves), ratio))
     for c in fit_all(samples, backend):
@@ -389,6 +400,7 @@ def collectives_text(
             "beyond",
         )
         text += text_table(curve, curves, left="lrrrrl", indent=2)
+    # One group size cannot tell a ring from a tree.
     if not forms:
         more = "one group size cannot tell; measure two, as with --groups 2,4."
         return f"{text}\nring or tree: {more}\n"
@@ -447,6 +459,7 @@ def _matmul(argv: list[str]) -> int:
     )
     done: list[MatrixProduct] = []
     if not args.json:
+        # Lines appear as they are measured; JSON is printed at the end.
         say(f"{device.known()}\n\n{PRODUCT_HEAD}")
     for products, share in ((squares, 0.7), (wide, 0.3)):
         for product in measure_products(
@@ -591,6 +604,7 @@ def _mfu(argv: list[str]) -> int:
     add("--batch", default=1, help="sequences in the block's batch")
     add("--seq", help="tokens in each sequence; default by device")
     args = parser.read(argv)
+    # The least that is asked for: the device is not known yet.
     wide = args.width or _default("width")
     # Weights, their gradients and each layer's activations, two bytes an element.
     need = 2.0 * args.layers * wide * (2 * wide + (args.rows or wide))
@@ -658,6 +672,7 @@ def iterations_text(
         lines.append(
             f"the catalogue's peak in {dtype}: {flops_text(peak)}; {share}"
         )
+    # An unknown device is compared with its best matmul.
     of = peak or best
     for x in done:
         shares = [
@@ -709,6 +724,7 @@ def _overlap(argv: list[str]) -> int:
     )
     add("--dtype", choices=PRECISIONS, help="default by device")
     args = parser.read(argv)
+    # Two ranks at least, each with three squares of two bytes an element.
     count = args.ranks or 2
     need = 6.0 * (args.size or _default("size")) ** 2 * count
     refuse_large(need, f"--size {args.size}", "Write a smaller one")
@@ -730,6 +746,7 @@ def _overlap(argv: list[str]) -> int:
         done = measure_copies(
             device, **sizes, dtype=args.dtype, limit=args.limit
         )
+    # One GPU has nobody to send messages to.
     if (
         device.kind == "cpu"
         or device.count > 1

@@ -27,6 +27,7 @@ def curves_svg(
         key = (curve.op, curve.ranks, curve.apart)
         mine = [s for s in samples if (s.op, s.ranks, s.apart) == key]
         ends = [s.bytes for s in mine] or _sizes(curve)
+        # Twice as many points as sizes, so that a bend shows in the line.
         sizes = [size * part for size in ends for part in (1, 2)][:-1]
         apart = f", {curve.apart} apart" if curve.apart > 1 else ""
         fit = f"{seconds_text(curve.latency)} and {rate_text(curve.bandwidth)}"

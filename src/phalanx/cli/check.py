@@ -83,6 +83,7 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             "name a layout, a run file, a program file, or --from FILE."
         )
+    # Words of a layout without quotes are one text.
     text = " ".join(args.what)
     run_ = run_of_words(args.what, args.layout)
     if run_ is not None or args.model is not None:
@@ -97,6 +98,7 @@ def run(argv: list[str]) -> int:
         )
         terms: Any = {name: getattr(args, name) for name in names}
         checked = check_layout(run_ or text, args.model or "", **terms)
+        # Legal, and within the memory that was named.
         good = checked.fits and checked.right
         return result(args, checked.figures, str(checked), good=good)
     if args.sums:
@@ -107,8 +109,10 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             "the memory that a layout needs depends on its model: add --model."
         )
+    # A program that was saved, perhaps edited.
     if text.endswith(".txt") or Path(text).is_file():
         return _file(text, args)
+    # A word that is wrong is reported before the model that is missing.
     Layout.parse(text)
     raise UsageError(
         f"the layout {text!r} needs a model: add --model with one of {', '.join(Shape.names())}."
@@ -143,6 +147,7 @@ def _trainers_file(args: argparse.Namespace) -> int:
         "sums": args.sums,
     }
     beside["layout"] = args.layout
+    # These follow from the file, or need a run.
     if wrong := [name for name, value in beside.items() if value]:
         raise UsageError(f"--{wrong[0]} does not go with --from.")
     # It needs numpy, which takes long to load.
@@ -166,6 +171,7 @@ def _file(path: str, args: argparse.Namespace) -> int:
     program = Program.parse(read(path, "program"), path)
     wrong = faults(program)
     held = list(check(program).held) if not wrong else None
+    # Counts in flight are defined for sound programs only.
     text = "\n- ".join([f"{path} cannot run:", *wrong])
     if held is not None:
         text = (

@@ -54,6 +54,7 @@ def _show(argv: list[str]) -> int:
     """`phalanx checkpoint show`: shows the contents of a checkpoint and the run that it
     belongs to."""
     args = _parser(_show.__doc__).read(argv)
+    # Newest first.
     path, *older = checkpoints_in(args.source)
     from ..train.checkpoint_format import read_manifest
 
@@ -96,6 +97,7 @@ def _verify(argv: list[str]) -> int:
     paths = checkpoints_in(args.source)
     from ..train.checkpoint_format import verify_checkpoint
 
+    # All checkpoints of the folder, also after a damaged one.
     faults = {str(path): verify_checkpoint(path) for path in paths}
     lines = [
         line
@@ -137,6 +139,7 @@ def _export(argv: list[str]) -> int:
     from ..train.checkpoint_exchange import export_adapter, export_weights
     from ..train.checkpoint_format import verify_checkpoint
 
+    # Damaged weights are not exported.
     if faults := verify_checkpoint(path):
         say("\n".join(faults))
         return 1
@@ -160,6 +163,7 @@ def _import(argv: list[str]) -> int:
     args = parser.read(argv)
     if not Path(args.source).is_dir():
         raise UsageError(f"there is no folder {args.source}. {_THEIRS}")
+    # A folder of another kind is reported before torch is loaded.
     refuse_irregular(Path(args.source, "config.json"), _THEIRS)
     from ..train.checkpoint_exchange import import_weights
 

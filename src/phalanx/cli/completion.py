@@ -30,6 +30,7 @@ _VALUES: dict[str, Callable[[], Iterable[str]]] = {
 
 def run(argv: list[str]) -> int:
     if argv[:1] == ["words"]:
+        # The shell separates what it asks from what the user has typed.
         words = argv[2:] if argv[1:2] == ["--"] else argv[1:]
         say("\n".join(candidates(words or [""])))
         return 0
@@ -47,10 +48,12 @@ def candidates(words: list[str]) -> list[str]:
     if not before:
         known: Iterable[str] = VERBS
     elif (parser := parser_of(before)) is None:
+        # The word may be the value of the option before it.
         known = ()
     else:
         named = parser.options.get(before[-1])
         if named is not None and named.takes_value:
+            # Choices of the parser, or names of the catalogue.
             known = named.choices or _VALUES.get(before[-1], tuple)()
         elif word.startswith("-"):
             known = parser.options
@@ -70,6 +73,7 @@ def parser_of(words: list[str]) -> Parser | None:
 
     if words[0] not in VERBS:
         return None
+    # A verb's parser is raised as soon as it is complete: see `Parser.read`.
     module = module_of(words[0])
     token = DESCRIBE.set(True)
     try:

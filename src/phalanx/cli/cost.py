@@ -82,6 +82,7 @@ def run(argv: list[str]) -> int:
     # FLOPs and bytes of the first piece of each kind.
     work, muon = list[tuple[float, float]](), args.optimizer == "muon"
     rows = pieces.rows or staged_pieces(layout, shape).rows
+    # Muon's cost depends on the piece's matrices alone.
     for numbers, _ in kinds if muon else ():
         matrices = row_matrices(rows[numbers[0]])
         work.append(newton_schulz(matrices, layout, cpu=args.target == "cpu"))
@@ -154,6 +155,7 @@ def _facts(cut: Layout, found: PieceCost) -> dict[str, object]:
 
 
 def _full(load: Load) -> float:
+    # Pairs that a causal mask leaves out are counted here.
     """Return FLOPs, counting every pair of attention."""
     return load.flops + sum(a.full - a.flops for a in load.attention)
 
@@ -178,6 +180,7 @@ def _lines(cut: Layout, numbers: list[int], found: PieceCost) -> Iterator[str]:
             map(si_text, (load.flops, _full(load))),
             f"{si_text(load.moved)}B",
         )
+        # The first message beside the operation, others below it.
         first, *more = _messages(load) or [""]
         rows.append((name, *flops, moved, f"{load.launches:.0f}", first))
         rows += [("", "", "", "", "", message) for message in more]

@@ -126,9 +126,11 @@ def prepare_shown(
 
     words = TextColumn("{task.description}")
     columns = (words, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    # A finished corpus is left as it is, and its faults were shown then.
     known = Path(out, "index.json").exists()
     if source.startswith(HUB):
         source = data_folder(source.removeprefix(HUB))
+    # On standard error, so that standard output has only the result.
     with Progress(
         *columns, console=Console(stderr=True), transient=True
     ) as bar:
@@ -144,6 +146,7 @@ def prepare_shown(
         )
     if done.skipped and not known:
         names = Path(out, SKIPPED)
+        # The first faults here, all of them in the file.
         with names.open(encoding="utf-8") as file:
             for line in islice(file, SHOWN):
                 complain(f"left out: {line.rstrip()}")
@@ -217,6 +220,7 @@ def _verify(argv: list[str]) -> int:
     from ..train.data.token_files import INDEX, verify_prepared
 
     path = Path(args.source)
+    # Only prepared folders have checksums.
     if not any(
         os.path.lexists(path / name) for name in (INDEX, "train.tokens")
     ):

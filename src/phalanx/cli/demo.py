@@ -48,6 +48,7 @@ def run(argv: list[str]) -> int:
     for old in (out, alone):
         if (
             old / "metrics.jsonl"
+            # Nothing but a run of this demo is removed.
         ).is_file():  # only what an earlier demo wrote
             shutil.rmtree(old)
     figures = _play(out, alone)
@@ -74,11 +75,14 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
         f"\n2. The same command, now as {THEN}: it continues from the last checkpoint."
     )
     _watch(out, kill=False)
+    # The same folder, in another layout.
     _train(out, THEN)
     progress("\n3. The same run on one process, never interrupted.")
     _train(alone, FP64)
     losses, truth = losses_of(out), losses_of(alone)
+    # 1 stands for losses of other steps.
     off = 1.0
+    # Both must have every step, once.
     if losses.keys() == truth.keys():
         off = max(abs(losses[step] / truth[step] - 1) for step in truth)
     verdict = "agree" if off < CLOSE else "DO NOT AGREE"
@@ -91,6 +95,7 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
         "first": FIRST,
         "then": THEN,
         "killed": killed,
+        # The drop of a nat is far more than noise.
         "first_loss": losses.get(1),
         "last_loss": losses.get(STEPS),
         "fell": losses.get(STEPS, 9.0) < losses.get(1, 0.0) - 1.0,
@@ -129,6 +134,7 @@ def _watch(out: Path, *, kill: bool) -> None:
     """Watch the run in a thread: print the loss now and then, and kill a rank at its
     step."""
     journal = JournalReader(out / "metrics.jsonl")
+    # A second watch of this run must not see the first one's records.
     journal.more()  # skip earlier records
 
     def look() -> None:
@@ -143,11 +149,13 @@ def _watch(out: Path, *, kill: bool) -> None:
                     and record["event"] == "step"
                     and record["step"] >= KILL
                 ):
+                    # Ranks are children of this process.
                     ranks = [
                         child.pid or 0
                         for child in multiprocessing.active_children()
                     ]
                     if ranks:
+                        # Any rank will do: the last one started.
                         os.kill(max(ranks), signal.SIGKILL)
                     return
             time.sleep(0.05)
@@ -172,4 +180,5 @@ def _line(record: dict[str, Any]) -> str:
 def losses_of(out: Path) -> dict[int, float]:
     """Return the loss of every step; of a repeated step, the last one."""
     records = read_journal(out / "metrics.jsonl")
+    # Later records of a step replace earlier ones.
     return {r["step"]: r["loss"] for r in records if r["event"] == "step"}

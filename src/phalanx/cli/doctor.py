@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
+    # A subject is read by its own parser, which knows its arguments.
     if argv and argv[0] in _SUBJECTS:
         show, name = _SUBJECTS[argv[0]]
         parser = Parser(show.__doc__)
@@ -98,6 +99,7 @@ def run(argv: list[str]) -> int:
         help="include the host's name in the file",
     )
     args = parser.read(argv)
+    # An unknown model is reported before anything is measured.
     Shape.load(args.model)
     from ..bench import local_device
 
@@ -120,6 +122,7 @@ def _hang(args: argparse.Namespace) -> Shown:
             f" If the run hung and was ended, see {Path(args.name, HANG)}."
         )
     found, lines = described(seen)
+    # Only ranks of this host can be examined.
     if seen.elsewhere:
         hosts = ", ".join(seen.elsewhere[:8]) + ", ..." * (
             len(seen.elsewhere) > 8
@@ -167,6 +170,7 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
     lines = _identity(here)
     for store in stores:
         of = ""
+        # A link has no peak of its own in the catalogue.
         if here.entry and store.name in ("copy", "read", "write"):
             of = f" ({of_peak(store.bandwidth, here.entry.memory.bandwidth)})"
         lines.append(f"memory, {store.name}: {rate_text(store.bandwidth)}{of}")
@@ -186,6 +190,7 @@ def _attention_lines(here: LocalDevice) -> Iterator[str]:
     from ..models.kernels import kernel_names
 
     for dtype in torch.bfloat16, torch.float32:
+        # Both kernels matter: training may use either dtype.
         names = kernel_names(here.device, dtype, HEAD)
         each = ", ".join(f"{name} ({what})" for what, name in names.items())
         yield f"attention in {str(dtype).removeprefix('torch.')} takes {each}"
@@ -251,6 +256,7 @@ def _devices(args: argparse.Namespace) -> Shown:
         d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}}
         for d in chosen
     }
+    # One device in full, or all in a table.
     return figures, "\n".join(
         _device_lines(chosen[0])
     ) if args.name else _devices_text(chosen)
@@ -311,6 +317,7 @@ def _device_lines(device: Device) -> Iterator[str]:
     yield "\nStated, with its source:"
     by_source: dict[str, list[str]] = defaultdict(list)
     for key, number in device.stated().items():
+        # A no-break space keeps a name and its number on one line.
         by_source[device.source(key)].append(f"{key}\xa0=\xa0{number:g}")
     for source, numbers in by_source.items():
         yield f"  {source}:"
@@ -335,6 +342,7 @@ def _links(args: argparse.Namespace) -> Shown:
     text = text_table(
         ("link", "", "one direction", "both", ""), rows, left="llrrl"
     )
+    # Rates of links, to compare inside a server with between servers.
     four = links()["nvlink4"].bandwidth
     for other in (links()["infiniband-ndr"], links()["infiniband-xdr"]):
         text += f"NVLink 4 is {four / other.bandwidth:.2g} times one port of {other.title}.\n"
@@ -401,6 +409,7 @@ def _hierarchy(args: argparse.Namespace) -> Shown:
 def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
     """Draw one bar for each level, innermost on top; its length is the logarithm of the
     bandwidth."""
+    # From half a power of ten below the slowest.
     logs = [math.log10(level.bandwidth) for level in levels]
     low = math.floor(min(logs)) - 0.5
     rows = []

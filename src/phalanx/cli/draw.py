@@ -72,15 +72,18 @@ def run(argv: list[str]) -> int:
     if argv and argv[0] in others:
         return others[argv[0]](argv[1:])
     parser = _parser()
+    # Words that completion offers in place of a layout.
     parser.subverbs = (*others, "program", *SCHEDULES)
     args = parser.read(argv, intermixed=True)
     args.clip = args.clip or None
     given = {name: getattr(args, name) for name in StepTerms.__annotations__}
+    # Options that were not given keep their defaults in `draw`.
     terms: Any = {
         name: value for name, value in given.items() if value is not None
     }
     run = run_of_words(args.what, args.layout)
     what = run or " ".join(args.what)
+    # With a cluster, costs are seconds; without one, units.
     if args.cluster and (args.model or run):
         return _priced(args, what, terms)
     step = step_of(what, args.model or "", terms)
@@ -108,6 +111,7 @@ def _priced(args: argparse.Namespace, what: str | Run, terms: Any) -> int:
 
 
 def _parser() -> Parser:
+    # Names of schedules, wrapped below one another in the help.
     names = fill(" ".join(SCHEDULES), 58).replace("\n", "\n" + 19 * " ")
     parser = Parser(__doc__, schedules=names)
     add = parser.add
@@ -255,6 +259,7 @@ def _recorded(argv: list[str]) -> int:
     args = parser.read(argv)
     recorded = Recorded.parse(read(args.file, "recorded step"))
     predicted, measured = recorded.predicted(), recorded.measured()
+    # The prediction has the median costs of this very step.
     picture = recorded_picture(recorded)
     if args.out:
         write(args.out, FORMATS, picture)
@@ -290,6 +295,7 @@ def _mesh(argv: list[str]) -> int:
     _add_picture(parser, (".svg",), "write the picture as SVG")
     args = parser.read(argv)
     picture = MeshPicture.parse(" ".join(args.layout), args.weight)
+    # A picture of more squares is no picture.
     if (ranks := picture.mesh.size) > MOST:
         raise UsageError(
             f"{ranks} ranks are too many for a picture; draw {MOST} or fewer."
@@ -340,15 +346,18 @@ def _recompute(argv: list[str]) -> int:
     )
     args = parser.read(argv)
     costs = Costs(costs_of(args.costs, split=False))
+    # One unit for a layer's activations, and one for its input.
     sizes = Sizes(kept=(1.0,) * args.layers, input=(1.0,) * args.layers)
     table: list[dict[str, Any]] = []
     pieces = plain_pieces([range(args.layers)])
+    # every=2, every=4, ... up to all layers.
     every = (f"every={2**k}" for k in range(1, args.layers.bit_length()))
     for mode in ("none", "all", *every, "sqrt"):
         program = build(
             Layout(recompute=mode), pieces, StepOptions(agree=False)
         )
         time, proof = simulate(program, costs).makespan, check(program, sizes)
+        # Bytes if sizes say them, else counts.
         peak = (proof.bytes or proof.counts)[0]
         line = {
             "recompute": mode,

@@ -37,6 +37,7 @@ def early_requests(environment: Mapping[str, str]) -> Iterator[None]:
 
     Ctrl-C remains a KeyboardInterrupt.
     """
+    # A rank of a launcher keeps the default: see `_RANKS`.
     if any(name in environment for name in _RANKS):
         yield
         return
@@ -44,6 +45,7 @@ def early_requests(environment: Mapping[str, str]) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise StoppedEarly(number)
 
+    # Restored at the end: the command installs its own.
     replaced = {}
     for number in STOP_SIGNALS:
         # under nohup SIGHUP is ignored and stays so
@@ -60,7 +62,9 @@ def leave_first_process() -> None:
     """Continue in a child if this is process 1. No threads may have been started."""
     if sys.platform != "linux" or os.getpid() != 1:
         return
+    # No signal may be lost between the fork and the parent's wait.
     with signals_held_back():  # pending signals are kept, also for process 1
+        # The parent stays process 1; the child runs the command.
         if child := os.fork():
             os._exit(serve(child))
         _take_terminal()
@@ -72,6 +76,7 @@ def _take_terminal() -> None:
     with suppress(OSError):
         if os.isatty(0):
             os.setpgid(0, 0)
+            # Without a terminal in its group, Ctrl-C would reach both.
             os.tcsetpgrp(0, os.getpid())
 
 
@@ -82,6 +87,7 @@ def serve(child: int) -> int:
     Returns its exit code. Signals must be blocked.
     """
     while True:
+        # Blocked signals are taken one by one.
         number = signal.sigwait(HELD)
         if number == signal.SIGCHLD:
             code = _collect(child)
@@ -89,6 +95,7 @@ def serve(child: int) -> int:
                 return code
         else:
             with suppress(ProcessLookupError):
+                # It may have ended between the signal and now.
                 os.kill(child, number)
 
 
@@ -96,6 +103,7 @@ def _collect(child: int) -> int | None:
     """Reap ended processes; return the child's exit code if it is among them."""
     code = None
     with suppress(ChildProcessError):
+        # One SIGCHLD may stand for several processes.
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:

@@ -115,6 +115,7 @@ def run(argv: list[str]) -> int:
     )
     args = parser.read(argv, intermixed=True)
     _refuse_unused(args.system, argv)
+    # Checked against the words: defaults are no wish of the user.
     file, submit = SYSTEMS[args.system]
     values = _values(args)
     text = filled(file, values)
@@ -127,6 +128,7 @@ def run(argv: list[str]) -> int:
         what = "is not installed here. Leave --submit out to print the text."
         raise UsageError(f"{submit[0]} {what}")
     suffix = Path(file).suffix
+    # Submitting programs read the file before they return.
     with tempfile.NamedTemporaryFile(
         "w", prefix="phalanx-", suffix=suffix, encoding="utf-8"
     ) as script:
@@ -143,6 +145,7 @@ def filled(name: str, values: Mapping[str, object]) -> str:
     """
 
     def replaced(match: re.Match[str]) -> str:
+        # Either a whole line, or a name inside one.
         margin, lines, word = match.groups()
         part = lines or word
         text = str(values[part]) if part in values else filled(part, values)
@@ -163,6 +166,7 @@ def filled(name: str, values: Mapping[str, object]) -> str:
 def _refuse_unused(system: str, argv: Sequence[str]) -> None:
     """Refuse an option of other systems, such as a time limit that this system would
     ignore."""
+    # "--time=1:00" names the option, too.
     given = {word.partition("=")[0] for word in argv}
     for option, name in _OF_SOME.items():
         if f"--{option}" in given and name not in _names_in(
@@ -187,6 +191,7 @@ def _names_in(file: str) -> set[str]:
             r"\{\{([\w.]+)\}\}", (_FOLDER / file).read_text(encoding="utf-8")
         )
     )
+    # Templates include others, whose names have a dot.
     return names.union(*(_names_in(name) for name in names if "." in name))
 
 
@@ -203,6 +208,7 @@ def _refuse_secrets(url: Url) -> None:
 
 def _values(args: argparse.Namespace) -> dict[str, object]:
     """Return the values that fill in the templates."""
+    # A run file is the word without "=".
     files = [word for word in args.words if "=" not in word]
     if len(files) != 1:
         raise UsageError("name one run file, and set keys of it as key=value.")
@@ -211,6 +217,7 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
     refuse_random_by_name(plan)
     _refuse_secrets(Url(plan.checkpoint.remote))
     layout, *fallbacks = (each.layout_of() for each in (plan, *plan.fallbacks))
+    # Without GPUs, as many ranks as the layout needs on a node.
     ranks = gpus or (layout.ranks // nodes if layout else 1)
     if layout and layout.ranks != nodes * ranks:
         raise UsageError(
@@ -220,11 +227,13 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
     name = _job_name(args.name or Path(files[0]).stem)
     command = shlex.join(["phalanx", "train", files[0], *words])
     for text in (command, plan.out):
+        # A line end in a command would begin another one.
         if printable(text) != text or "\n" in text:
             raise UsageError(
                 f"{printable(text)!r} has a character that a job's text cannot contain."
                 " Write the key into the run file."
             )
+    # Elastic launchers may start with as few nodes as a fallback needs.
     needed = [-(-each.ranks // ranks) for each in (layout, *fallbacks) if each]
     fewest = max(1, min([nodes, *needed]))
     # In a container the run file has another path, and Ray's workers have their own
@@ -236,6 +245,7 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
     ]
     file = Path(files[0]).read_text(encoding="utf-8").rstrip("\n") + "\n"
     accelerators = f"accelerators: {args.accelerator}:{gpus}"
+    # The template picks what it needs.
     return vars(args) | {
         "name": name,
         "image": _yaml_word(args.image),
@@ -257,6 +267,7 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
         if args.system == "kubeflow"
         else "resources",
         "limits": f'nvidia.com/gpu: "{gpus}"' if gpus else f'cpu: "{ranks}"',
+        # Workers of Ray have their own folders, so `out` is absolute.
         "ray_words": repr([*words, f"out={Path(plan.out).absolute()}"]),
         "backend": NCCL if gpus else GLOO,
         "use_gpu": bool(gpus),
@@ -272,6 +283,7 @@ def _job_name(text: str) -> str:
     """Return a name that all systems accept: lowercase letters, digits and hyphens,
     starting with a letter."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    # A name that begins with a digit is none for Kubernetes.
     if not name[:1].isalpha() or name in _YAML_WORDS:
         name = f"run-{name}".strip("-")
     return name[:_LONGEST_NAME].strip("-")
@@ -291,11 +303,13 @@ def _word(text: str) -> str:
 def _time_limit(text: str) -> str:
     """Check a time limit in sbatch's format, which must leave time to train and to
     save."""
+    # Slurm's words for no limit.
     if text.lower() in ("0", "unlimited", "infinite"):
         return text
     for pattern, units in _TIMES.items():
         if match := re.fullmatch(pattern, text, re.ASCII):
             seconds = sum(
+                # Nine digits are more than any limit, and quick to convert.
                 int(x[:9]) * unit
                 for x, unit in zip(match.groups(), units, strict=True)
             )
@@ -324,6 +338,7 @@ def _yaml_word(text: str) -> str:
 def _yaml_quoted(text: str) -> str:
     """Return a text in YAML's double quotes, whose escapes include those of JSON."""
     return re.sub(
+        # Beyond ASCII as \U escapes, which JSON and YAML share.
         r"[^\t\n -~]",
         lambda match: f"\\U{ord(match[0]):08x}",
         json.dumps(text, ensure_ascii=False),
@@ -338,6 +353,7 @@ def _yaml_text(text: str, margin: int) -> str:
     """
     lines = text.removesuffix("\n").split("\n")
     spaces = any(line.isspace() for line in lines)
+    # The first line must not begin with a space: YAML takes it for indent.
     if lines[0][:1].strip() and not spaces and all(map(_shows, lines)):
         return "|\n" + indent(text, " " * margin).removesuffix("\n")
     return _yaml_quoted(text)
@@ -347,6 +363,7 @@ def _python_text(text: str) -> str:
     """Return lines of text as a Python string: triple-quoted, or line by line if that
     needs escapes."""
     lines = text.removesuffix("\n").split("\n")
+    # A text that needs no escapes stays readable.
     if '"""' not in text and "\\" not in text and all(map(_shows, lines)):
         return f'"""\\\n{text}"""'
     return "".join(

@@ -133,10 +133,13 @@ def _answered(argv: list[str]) -> int:
         silence()  # the reader of the output has stopped (`| head`)
         return 0
     except KeyboardInterrupt:
+        # Ranks may be threads of this process: only the main thread can set
+        # handlers.
         # A second Ctrl-C while files and ranks are closed would show a traceback.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         complain("phalanx: interrupted.")
+        # 128 plus SIGINT's number, as shells report it.
         return 130
     except StoppedEarly as stopped:
         complain(
@@ -153,12 +156,15 @@ def _answered(argv: list[str]) -> int:
             raise
         if isinstance(error, ValueError):
             complain(f"{type(error).__name__}: {error}")
+            # 2 by default: a ValueError is wrong usage unless its class says
+            # otherwise.
             return getattr(error, "exit_code", 2)
         # A rank failed, or a collective gave wrong values. A refusal by a rank is shown
         # without its traceback.
         complain(getattr(error, "refusal", "") or str(error))
         return getattr(error, "exit_code", 1)
     except OSError as error:
+        # Without a file name it is an error of ours, not of the user's disk.
         if error.filename is None:
             raise
         complain(f"phalanx: {error.filename}: {reason(error)}.")
@@ -172,6 +178,7 @@ def _open_closed() -> None:
     Otherwise the first opened file would get their number, and receive what is printed.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
+        # Python has None in place of a stream that was closed when it started.
         if getattr(sys, name) is None:
             with suppress(OSError):
                 os.fstat(number)
@@ -199,6 +206,8 @@ def _run(argv: list[str]) -> int:
         raise UsageError(
             f"unknown verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}."
         )
+    # From here on a stop signal ends a run that has not begun, with its own
+    # exit code.
     with early_requests(os.environ) if verb == "train" else nullcontext():
         if verb == "train":
             leave_first_process()

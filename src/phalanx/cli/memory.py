@@ -27,6 +27,7 @@ _CLEARLY = 1.5
 def device_memory(gpus: int, ranks: int) -> float:
     """Return the bytes that each of `ranks` has on `gpus` GPUs of this machine, or on
     its CPU if 0."""
+    # Ranks on a CPU share its memory.
     if not gpus:
         return machine_memory() / ranks
     import torch
@@ -42,12 +43,14 @@ def estimated(
     memory, ranks = device_memory(gpus, layout.ranks), layout.ranks
     # any device will do: memory does not depend on its speed
     known = whole_servers("h100", ranks)
+    # A run's own limit takes precedence over what the device has.
     limit, cores = run.memory * GIB or memory, 0 if gpus else ranks
     hardware = replace(hardware_of(known, ranks), memory=limit, cores=cores)
     tokens, precision = run.tokens(shape), layout.precision
     request = request_for(
         shape, hardware, sequence=tokens, precision=precision, model=run.own
     )
+    # The run's own optimizer decides the moments, and its device the reserve.
     profile = replace(
         local_profile(layout.precision).with_moments(
             run.optimizer.fewest_moments
@@ -64,11 +67,13 @@ def estimated(
             raise
         return f"memory: unknown, as {run.own} cannot be costed: {str(error).splitlines()[0]}"
     needs = held_text(choice.memory)
+    # Ranks of one machine share its memory, so the sum counts on a CPU.
     every = (
         sum(sum(kinds.values()) for kinds in choice.stages) / layout.pp
         or choice.bytes
     )
     least, most = choice.range(profile)
+    # A GPU must hold the least; a CPU may swap.
     if not force and (least > memory if gpus else every > _CLEARLY * memory):
         raise UsageError(
             f"{str(layout) or 'one rank'} needs {needs}. Each of {ranks} ranks has"
@@ -93,6 +98,7 @@ def auto(
 
     name = torch.cuda.get_device_name(0) if gpus else ""
     precision = wanted.precision or (BF16 if gpus else FP32)
+    # The planner prices one rank on each device.
     shared = 0 < gpus < ranks
     why = "no machine file is named, and the GPU is not in the catalogue"
     if shared:
@@ -106,6 +112,7 @@ def auto(
             why = f"no planned layout fits in the memory of {hardware.name}"
     except (MachineError, LayoutError) as error:
         why = str(error).split(".")[0]
+    # What could not be planned follows the rule of thumb.
     memory = device_memory(gpus, ranks)
     terms = {"batch": shape.batch, "sequence": wanted.tokens(shape)}
     layout = recipe(shape, ranks, **terms, memory=memory, precision=precision)
@@ -130,6 +137,7 @@ def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
     if file:
         return hardware_of_machine(Machine.load(file), ranks)
     kind = device_named(gpu) if gpu else None
+    # The first cluster of the catalogue that is built of this device.
     family = next(
         (c for c in clusters().values() if kind and c.device == kind.name),
         None,

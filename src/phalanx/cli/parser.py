@@ -133,13 +133,16 @@ class Parser(argparse.ArgumentParser):
         `text` is the command in backquotes, its description and, after an empty line,
         the end of its help. `words` fill in the braces in it.
         """
+        # A docstring's indent is no part of its help.
         text = re.sub(r"(?m)^ {4}", "", text or "")
         head, _, epilog = (text.format(**words) if words else text).partition(
             "\n\n"
         )
+        # "`phalanx draw`: draws a step" -> "phalanx draw" and "Draws a step".
         prog, _, does = head.lstrip("`").partition("`: ")
         super().__init__(
             prog,
+            # An abbreviation would change its meaning with every new option.
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             description=_wrapped(does[:1].upper() + does[1:]),
@@ -203,6 +206,7 @@ class Parser(argparse.ArgumentParser):
         default = words.pop("default", None)
         parse = words.pop("type", None)
         if choices:
+            # Shown as {a,b,c} where nothing else names the value.
             words.setdefault("metavar", f"{{{','.join(map(str, choices))}}}")
         elif parse is not None:
             words.setdefault("metavar", "N")
@@ -210,12 +214,15 @@ class Parser(argparse.ArgumentParser):
         if optional:
             words["help"] = _with_default(words.get("help", ""), default)
         shown = names[-1] if optional else words.get("metavar", names[0])
+        # The argument's place in the list, as it does not exist yet.
         reader = self._reader(len(self.arguments))
         action = self._add_argument(*names, type=reader, **words)
         self.arguments.append(
             Argument(
                 flags=tuple(names) if optional else (),
                 field=action.dest,
+                # A default may be text, and is read like a value that was
+                # given.
                 default=parse(default)
                 if parse and isinstance(default, str)
                 else default,
@@ -226,6 +233,7 @@ class Parser(argparse.ArgumentParser):
             )
         )
 
+    # argparse stops at the first error; this lets it go on.
     def _reader(self, index: int) -> Callable[[str], Any]:
         """Return the type passed to argparse: it records a wrong value instead of
         raising."""
@@ -256,6 +264,7 @@ class Parser(argparse.ArgumentParser):
             )
         value = text if argument.parse is None else argument.parse(text)
         if argument.choices and value not in argument.choices:
+            # A spelling of an earlier version: name the present one.
             if text in OLD:
                 raise UsageError(f"{text} is now {OLD[text]}.")
             known = [str(choice) for choice in argument.choices]
@@ -278,6 +287,7 @@ class Parser(argparse.ArgumentParser):
 
         def attempt(args: argparse.Namespace) -> None:
             path = getattr(args, name)
+            # Checked before hours of work, not after them.
             try_folder(path, flag) if folder else try_file(
                 path, flag, suffixes
             )
@@ -297,6 +307,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _refuse(self, wrong: Sequence[str]) -> NoReturn:
+        # argparse may report what was recorded already.
         shown = list(dict.fromkeys(wrong))
         if len(shown) > 1:
             shown = [
@@ -323,6 +334,7 @@ class Parser(argparse.ArgumentParser):
             else self.parse_known_args
         )
         args, rest = parse(words)
+        # Unknown options, or else the first positional argument too many.
         for word in [word for word in rest if word[:1] == "-"] or rest[:1]:
             hint = nearest_word(word.split("=")[0], self.options)
             if "--layouts" in self.options and word[:1] != "-":
@@ -330,12 +342,14 @@ class Parser(argparse.ArgumentParser):
             self._wrong.append(f"unknown argument {word[:80]!r}.{hint}")
         if self._wrong:
             self._refuse(self._wrong)
+        # Defaults last: None shows that an option was not given.
         for argument in self.arguments:
             if getattr(args, argument.field, None) is None:
                 setattr(args, argument.field, argument.default)
         for attempt in self._outputs:
             attempt(args)
         _LOG.setLevel(logging.DEBUG if args.verbose else logging.INFO)
+        # With --json standard output has nothing but the result.
         args.quiet = args.quiet or getattr(args, "json", False)
         _PROGRESS.setLevel(logging.WARNING if args.quiet else logging.INFO)
         if args.verbose:
@@ -349,14 +363,17 @@ class Parser(argparse.ArgumentParser):
 
         argparse would drop the dashes and continue with an empty list.
         """
+        # Options that take a value, under all their names.
         valued = {
             flag for flag, one in self.options.items() if one.takes_value
         }
         words: list[str] = []
         for word in argv:
             flag, given, value = word.partition("=")
+            # "--out=--"
             if flag in valued and given and value == "--":
                 self._wrong.append(f"{flag} is '--'; write a value.")
+            # "--out --"
             elif word == "--" and words and words[-1] in valued:
                 self._wrong.append(f"{words.pop()} is '--'; write a value.")
             else:
@@ -378,8 +395,10 @@ def _wrapped(text: str) -> str:
 
 def _with_default(text: str, default: object) -> str:
     """Return the help of an option, with its default at the end unless it names one."""
+    # Numbers and words are worth showing; absence is not.
     if default in (None, False, "") or "default" in text:
         return text
+    # argparse reads % as a format.
     return f"{text} (default {default})".strip().replace("%", "%%")
 
 

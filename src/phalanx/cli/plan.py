@@ -84,6 +84,7 @@ def run(argv: list[str]) -> int:
         help="write a page of all candidates by memory and throughput",
     )
     args = parser.read(argv)
+    # Only a run file has a number of steps.
     if args.tokens and not args.out:
         raise UsageError(
             "--tokens sets the number of steps in --out: add --out run.toml."
@@ -95,6 +96,7 @@ def run(argv: list[str]) -> int:
     beside = [
         x for x in ("explain", "out", "page") if getattr(args, x) is not None
     ]
+    # --for prints one file and nothing else.
     if args.trainer and beside:
         raise UsageError(f"--{beside[0]} does not go with --for.")
     request = request_of(args)
@@ -106,6 +108,7 @@ def run(argv: list[str]) -> int:
         from .plan_explain import explain
 
         return explain(args, request)
+    # The baselines are computed when they are asked for.
     planned = Planned(request, search(request, top=args.top))
     text = "" if args.json else str(planned)
     result(args, planned.figures, text)
@@ -117,6 +120,7 @@ def run(argv: list[str]) -> int:
         save(args.page, page(request, planned.plan, planned.baselines))
     if args.out:
         written = _run(request, planned.layouts[0], args)
+        # A name of published weights stands for sizes here.
         if random_by_name(written):
             written = replace(written, weights=RANDOM)
         save(
@@ -132,16 +136,19 @@ def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
     if args.tokens:
         steps = math.ceil(args.tokens / request.tokens)
         saving = saving_seconds(request.shape.total, ranks)
+        # Daly's interval in steps.
         every = round(interval(saving, 3600 * MTBF_HOURS / ranks) / best.step)
         words = [
             f"steps={steps}",
             f"checkpoint.every={min(max(1, every), steps)}",
+            # At least every step, at most once.
         ]
     words += [
         f'layout="{best.layout}"',
         f'precision="{best.layout.precision}"',
     ]
     words += [f"batch={request.batch}", f"sequence={request.sequence}"]
+    # Only what was planned replaces keys of the file.
     if run_file(args.model):  # all other keys are those of the file
         return Run.load(args.model, tuple(words))
     return Run.parse(f'model = "{args.model}"\n', args.out, tuple(words))

@@ -79,15 +79,18 @@ def run(argv: Sequence[str]) -> int:
         help="write the profile, for phalanx plan --profile FILE",
     )
     args = parser.read(argv)
+    # A table names its own devices, and folders need a machine.
     tables = [name for name in args.runs if name.endswith(".csv")]
     if tables and len(tables) < len(args.runs):
         raise UsageError("name either folders of runs or tables, not both.")
     before, costed_runs = _of_tables(args) if tables else _of_folders(args)
     used = spread_over(costed_runs, args.rows or 0)
     found = calibration(before, used)
+    # Predictions of left-out runs got worse: the profile stays.
     if found.worse:
         raise UsageError(_worse(found, before))
     like, ranges = (
+        # The range that the runs had before, as one more observation.
         found.like,
         [_range(run, before) for run in used if run.measured > 0],
     )
@@ -99,6 +102,7 @@ def run(argv: Sequence[str]) -> int:
             "run": run.run.name,
             "layout": str(run.run.case.layout),
             "seconds": run.measured,
+            # Relative errors: predicted over measured, minus 1.
             "before": run.step(before) / run.measured - 1,
             "after": run.step(like(run)) / run.measured - 1,
             "used": run in used,
@@ -148,6 +152,7 @@ def _of_folders(
     """Return the profile from which the fit starts, and the runs."""
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
+    # Runs with other numbers of ranks have other hardware.
     places = [
         where(
             args.cluster,
@@ -179,8 +184,10 @@ def _of_tables(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     """
     chosen = profile(args.profile) if args.profile else None
     rows = [row for path in args.runs for row in read_table(path, chosen)]
+    # One fit moves one profile.
     rows = [row for row in rows if row.profile.name == rows[0].profile.name]
     runs, refused = runs_of(rows, cached_costs)
+    # Representative rows with a plausible prediction.
     timed = [
         (run, why_not(run, rows[0].profile)) for run in runs if run.counts
     ]
@@ -228,6 +235,7 @@ def _text(
     ]
     unseen = [r for r in rows if not r["used"]]
     if unseen:
+        # Runs that the fit has not seen show what it is worth.
         off = [
             f"{median(abs(r[when]) for r in unseen):.0%} {when}"
             for when in ("before", "after")
@@ -240,6 +248,7 @@ def _text(
         lines.append(
             f"{text}: {after.own_runs} runs, each predicted without it, are off by as much."
         )
+    # Fewer runs than numbers fit any noise.
     if (used := len(rows) - len(unseen)) < len(FITTED):
         lines.append(
             f"{used} runs for {len(FITTED)} numbers: use them near these runs only."

@@ -73,6 +73,7 @@ def run(argv: list[str]) -> int:
     )
     args = parser.read(argv)
     request = request_of(args)
+    # Without a layout, the best of a plan.
     if args.layout is None:
         layouts = search(request, top=1).layouts
     else:
@@ -97,12 +98,14 @@ def run(argv: list[str]) -> int:
         saving=saving,
         restart=args.restart,
     )
+    # The run would never end: no number has a meaning.
     if math.isinf(spent.hours):
         every = seconds_text(3600 * args.mtbf / request.hardware.ranks)
         say(
             f"{spent.devices:,} devices fail faster than they can restart: one fails every {every}."
         )
         return 1
+    # The uncertainty of the step is that of the money.
     spread = range_of(request, choice)
     figures = asdict(spent) | {
         "hours": spent.hours,

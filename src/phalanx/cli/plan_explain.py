@@ -24,6 +24,7 @@ _ROUNDS = 2
 def named(words: str, request: Request, flag: str) -> Choice:
     """Return the choice for a layout given in words, in the requested precision unless
     it names its own."""
+    # The requested fp8 format, unless the layout names one.
     layout = in_precision(words, request.precision)
     if "matmul" not in Layout.written(words):
         layout = replace(layout, matmul=request.matmul)
@@ -35,6 +36,7 @@ def named(words: str, request: Request, flag: str) -> Choice:
     refuse_illegal(
         layout, request.shape, batch=request.batch, sequence=request.sequence
     )
+    # A user's own model may not support a way: its code tells why.
     if not request.takes(layout):
         from ..parallel import load_model, refuse_mixing, refuse_unfit
 
@@ -48,6 +50,7 @@ def named(words: str, request: Request, flag: str) -> Choice:
 def explain(args: argparse.Namespace, request: Request) -> int:
     choice = named(args.explain, request, "--explain")
     if args.json:
+        # With a perfect allocator: the least that it needs.
         least, _ = choice.range(request.profile)
         print_json(
             choice_figures(request, choice)
@@ -73,6 +76,7 @@ def _timeline(request: Request, choice: Choice) -> str:
     layout = choice.layout
     most = max(_ROUNDS * layout.pp, 4)
     stages = stage_pieces(layout, request.shape)
+    # Pieces of a stage become one operation, in which labels fit.
     drawn = _by_stage(Pricer(request).timeline(layout, most), stages)
     title = f"computing: {min(layout.microbatches, most)} of {layout.microbatches} microbatches"
     note = "an operation is a whole stage, including its messages and waits"
@@ -95,6 +99,7 @@ def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
             # recomputing a stage is part of its backward
             kind = backward if span.op.kind in ops.RECOMPUTES else span.op.kind
             op = Op(kind, stage_of[span.op.piece], span.op.index)
+            # The first span of an operation, stretched to the end of its last.
             first = joined.setdefault((span.rank, op), span._replace(op=op))
             joined[span.rank, op] = first._replace(end=span.end)
     return Timeline(

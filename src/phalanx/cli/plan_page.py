@@ -49,7 +49,9 @@ def _chart(
     """Draw the layouts that fit and those that do not, the frontier, the best, and
     simple rules' choices."""
     steps, held = plan.points
+    # Tokens per second and device, and GB of the fullest rank.
     rate, held = request.tokens / request.hardware.ranks / steps, held / 1e9
+    # What needs four times the memory or more is far outside the picture.
     fits, near = held <= plan.room / 1e9, held < 4e-9 * request.hardware.memory
     rules = [
         (baseline.rule, baseline.choice)
@@ -66,6 +68,7 @@ def _chart(
         _chosen(
             request,
             "best",
+            # Numbered as in the table below.
             [(f"number {n}", c) for n, c in enumerate(plan.layouts, 1)],
         ),
     ]
@@ -90,6 +93,7 @@ def _bounded(
     tips, more = [], []
     first = plan.layouts[0].step if plan.layouts else math.nan
     for i in chosen:
+        # Bounds: no simulation may be faster or smaller.
         tips.append(
             f"{plan.named(i)}, at most {rate[i]:,.0f} tokens/s, at least {held[i]:.3g} GB"
         )
@@ -142,8 +146,10 @@ def _thinned(
 ) -> list[int]:
     """Return the fastest point in each cell of a grid; the eye cannot separate points
     of one cell."""
+    # The fastest first, so that `unique` keeps it for its cell.
     order = np.flatnonzero(shown)
     order = order[np.argsort(-rate[order], kind="stable")]
+    # Cells of equal width in logarithms, as the axes are.
     cells = np.stack(
         [np.floor(_CELLS / 2 * np.log2(x[order])) for x in (rate, held)],
         axis=1,
@@ -157,6 +163,7 @@ def _frontier(rate: _Array, held: _Array) -> Points:
     ones."""
     found: Points = []
     least = math.inf
+    # Fastest first, and of equally fast ones the smallest.
     for i in np.lexsort((held, -rate)):
         if held[i] < least:
             least = float(held[i])

@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     rows = [row for path in args.tables for row in read_table(path, chosen)]
     published, refused = runs_of(rows, cached_costs)
     start, held = chosen or profile("default"), {}
+    # Numbers of each family from a fit without it.
     for family in dict.fromkeys(run.row.family for run in published):
         own = [run for run in published if run.row.family == family]
         held[family] = held_out(start, own, args.rows or 0)
@@ -123,6 +124,7 @@ def _by_reason(left_out: Mapping[str, int]) -> Iterator[tuple[int, str]]:
     """Yield the number of rows that each reason excludes, with their line numbers if
     known."""
     counts, lines = Counter[str](), defaultdict[str, list[int]](list)
+    # "line 12: the reason" -> rows with one reason are counted together.
     for why, count in left_out.items():
         match = _LINE.fullmatch(why)
         reason = match[2] if match else why
@@ -152,10 +154,12 @@ def _errors(each: FamilyScore) -> list[object]:
 
 def _order(each: FamilyScore) -> list[object]:
     regret, rules = each.regret or {}, dict(each.rule_regrets or {})
+    # The chance pick stands beside the rules, not among them.
     random = rules.pop("random", None)
     tau = "-" if each.tau is None else f"{each.tau:.2f}"
     shares = (
         *map(regret.get, (1, 3, 5)),
+        # The best of the simple rules.
         min(rules.values(), default=None),
         random,
     )
@@ -179,6 +183,7 @@ def _runs(each: FamilyScore) -> str:
             f"{time:.3g} s" if time else "-"
             for time in (measured, run.step, run.held)
         )
+        # Without a measurement there is no error.
         off = f"{100 * (run.step / measured - 1):+.1f}%" if measured else "-"
         parts = ", ".join(
             f"{name} {time:.3g}" for name, time in run.parts.items() if time

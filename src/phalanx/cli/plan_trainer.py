@@ -24,6 +24,8 @@ def write_for(args: argparse.Namespace, request: Request) -> int:
     if args.layout is not None:
         layout = _named(args.layout, request)
     else:
+        # The request knows the trainer, so only layouts that it can say are
+        # searched.
         planned = Planned(request, search(request, top=1))
         if planned.best is None:
             complain("\n".join(planned.reasons))
@@ -35,6 +37,7 @@ def write_for(args: argparse.Namespace, request: Request) -> int:
     if args.json:
         print_json(file_figures(file))
         return 0 if file.whole else 1
+    # Only the file on standard output, so that it can be redirected.
     say(file.text, end="")
     complain(
         f"{file.trainer.title} {file.trainer.versions}: {layout}. {told}".strip()

@@ -104,10 +104,12 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             f"there is no folder {folder}. Name the `out` of a run."
         )
+    # In the run's folder by default, beside what it shows.
     out = Path(args.out) if args.out else folder / "report.html"
     compared = _compared(folder, args)
     found = report(folder, _extras(folder, compared, args))
     page = found.html()
+    # A file that the user names may be a link or a pipe.
     if args.out:
         save(out, page)
     # The run's folder may be somebody else's, so a link there is not followed.
@@ -142,16 +144,19 @@ def _extras(
     from ..report.step import step_extras
 
     make = model_of(args.model)[1] if args.model else None
+    # The run file may be missing, or be of another version.
     try:
         optimizer = Run.load(str(folder / "run.toml")).optimizer
     except ValueError:
         optimizer = USUAL_OPTIMIZER
     extras = step_extras(folder, compared, make, optimizer)
     sections = list(extras.sections)
+    # The run itself and those beside it.
     runs = speeds([folder, *map(Path, args.beside or ())])
     draw = partial(
         scaling_svg, runs, {run: _planned(run, args) for run in runs}.get
     )
+    # Empty for runs of one number of ranks.
     if draw(WIDE):
         sections.append(Section("Scaling", name="scaling", draw=draw))
     if args.machine and (curves := Machine.load(args.machine).curves):
@@ -177,6 +182,7 @@ def _planned(run: Speed, args: argparse.Namespace) -> float | None:
     """Return the predicted tokens per second of a start's layout; None unless its
     hardware was named."""
     model, sequence = run.start.get("model"), run.start.get("sequence")
+    # Code of the user is not run to predict its speed.
     if (
         not (args.machine or args.cluster)
         or not isinstance(model, dict)
@@ -205,6 +211,7 @@ def _planned(run: Speed, args: argparse.Namespace) -> float | None:
 def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
     """Return the run's step beside its prediction; None unless its hardware was
     named."""
+    # These describe the hardware, and mean nothing without it.
     if not args.machine and not args.cluster:
         for name in ("backend", "profile", "model"):
             if getattr(args, name) is not None:

@@ -15,6 +15,7 @@ _KEY = re.compile(rf"({_KEYS})(\.[a-z_]+)*=")
 
 def load_run(words: Sequence[str], adopt: Adopt | None = None) -> Run:
     """Return the run of a file, if any, with the keys that are set beside it."""
+    # A key has "=", a file has none.
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise UsageError(
@@ -29,6 +30,7 @@ def run_of_words(
 ) -> Run | None:
     """Return the run that words name, or None if they name a layout. `layout` is the
     value of `--layout`."""
+    # "steps=5" names a run; "dp2 tp2" a layout.
     if not any(word.endswith(".toml") or _KEY.match(word) for word in words):
         if layout is not None:
             raise UsageError(
@@ -48,6 +50,7 @@ def adopted_model(plain: Run) -> Run:
 def adopted(run: Run) -> tuple[Run, str]:
     """Let a run that names no model continue with its newest checkpoint's; also return
     a notice."""
+    # A run that has not begun has no model to continue with.
     if not run.checkpoints.is_dir():
         return run, ""
     from ..train.checkpoint_load import (
@@ -61,12 +64,14 @@ def adopted(run: Run) -> tuple[Run, str]:
     if saved is None:
         return run, ""
     path, manifest = saved
+    # Never run code because a file in the folder names it.
     if own := own_model(manifest):
         raise UsageError(
             f"{path} has the model {own!r}, but the run names none. Write model={own!r}: code is"
             " never run because a checkpoint names it."
         )
     shape = manifest.shape
+    # The run's own sizes fit already.
     if shape is None or not differing_sizes(shape, run.shape):
         return run, ""
     text = (

@@ -48,6 +48,7 @@ def described() -> dict[str, str]:
     """Return the described outputs, each with the text of its type."""
     paragraphs = _FILE.read_text(encoding="utf-8").strip().split("\n\n")
     parts = (paragraph.partition(": ") for paragraph in paragraphs)
+    # "name: type", one paragraph each.
     return {name: text for name, _, text in parts}
 
 
@@ -82,6 +83,7 @@ class _Reader:
     def type(self) -> dict[str, Any]:
         """Parse a type, or several alternatives separated by bars."""
         kinds = [self._one()]
+        # "int | null" -> anyOf of both.
         while self._takes("|"):
             kinds.append(self._one())
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
@@ -92,6 +94,7 @@ class _Reader:
             return self._list()
         if word != "{":
             return {"type": word}
+        # "{*: type}": any keys, one type of values.
         if self._takes("*"):
             self._next()  # the colon
             table = {"type": "object", "additionalProperties": self.type()}
@@ -109,6 +112,7 @@ class _Reader:
     def _record(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         required: list[str] = []
+        # "name?: type" may be missing.
         for name in self._names():
             if not self._takes("?"):
                 required.append(name)
@@ -121,4 +125,5 @@ class _Reader:
         while not self._takes("}"):
             self._takes(",")
             word = self._next()
+            # A name that is no word is in quotes.
             yield json.loads(word) if word.startswith('"') else word

@@ -66,6 +66,7 @@ def run(argv: list[str]) -> int:
         )
     width, terminal = screen(args.width)
     if args.once or args.json or not terminal:
+        # A single look gives other hosts time to answer.
         watched.look(wait=2.0)
         for notice in watched.notices if args.json else ():
             complain(f"phalanx top: {notice}")
@@ -87,6 +88,7 @@ def _shown(watched: "_Run", width: int | None, every: float) -> None:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 watched.look()
+                # The terminal may have been resized.
                 lines = watched.lines(screen(width)[0], console.height)
                 live.update(
                     Text(printable("\n".join(lines)), no_wrap=True),
@@ -116,10 +118,13 @@ class _Run:
             self.goodput.add(record)
             self.last[record["event"]] = record
             if record["event"] not in _QUIET:
+                # One more than shown, so that the newest never pushes out its
+                # reason.
                 self.records = [*self.records[-_MESSAGES:], record]
 
     def look(self, wait: float = 0.0) -> None:
         """Read the current state, waiting up to `wait` seconds for other hosts."""
+        # Stacks would interrupt the ranks.
         here = snapshot(self.folder, 0.1, stacks=False)
         self.notices = here.notices
         others, self.unseen = ask_elsewhere(
@@ -127,13 +132,16 @@ class _Run:
         )
         self.ranks = sorted([*here.ranks, *others], key=lambda r: r.rank)
         self._read()
+        # A minute where the run has no timeout of its own.
         self.found = diagnose(self.ranks, here.timeout or 60.0)
         if self.records[-1]["event"] in _ENDS:
+            # Of a run that is over nobody needs to be seen.
             self.unseen = []
 
     @property
     def state(self) -> str:
         """The run's state, in a word or two."""
+        # "X" is a process that has ended.
         live = [
             r for r in self.ranks if r.phase not in OVER and r.state != "X"
         ]
@@ -165,6 +173,7 @@ class _Run:
     def lines(self, width: int, height: int = 0) -> list[str]:
         """Return the screen's lines; height 0 means as many as needed."""
         head: list[str] = []
+        # A hang is explained above everything else.
         why = (*self.found.lines, "") if self.found.hangs else ()
         for line in (
             *self.notices,
@@ -176,6 +185,7 @@ class _Run:
             head += wrap(line, width, subsequent_indent="  ") or [""]
         messages = ["", *self._messages()]
         ranks = list(self._ranks(width))
+        # Ranks take what messages and numbers leave.
         room = (
             max(3, height - len(head) - len(messages) - 1)
             if height
@@ -192,6 +202,7 @@ class _Run:
         start, step = self.last.get("start", {}), self.last.get("step", {})
         at, steps = (
             int(_number(r, k))
+            # Before the first step, the step at which it started.
             for r, k in ((step or start, "step"), (start, "steps"))
         )
         layout = start.get("layout") or "one rank"
@@ -202,6 +213,7 @@ class _Run:
                 f"loss {_number(step, 'loss'):.4f}  {_number(step, 'tokens_per_second'):,.0f} tokens/s"
                 f"  MFU {100 * _number(step, 'mfu'):.1f} %  {binary_text(_number(step, 'memory'))} at most"
             )
+            # At the speed of the last line.
             minutes = each * max(0, steps - at) / 60
             yield f"{each:.3g} s a step, {minutes // 60:.0f}:{minutes % 60:02.0f} h left at that"
 
@@ -221,6 +233,7 @@ class _Run:
             memory = binary_text(r.memory) if r.memory else ""
             wide = "" if narrow else f"  {r.pid:>9}  {memory:>9}"
             where = f" on {r.host}" if len(hosts) > 1 else ""
+            # Steps are shown from 1, as the log does.
             stood = f"{r.step + 1:>6}  {r.still:>5.1f} s"
             yield f"{r.rank:>5}{wide}  {stood}  {r.state}  {doing}{where}"
         if self.unseen:

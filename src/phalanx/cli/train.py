@@ -118,12 +118,14 @@ def run(argv: list[str]) -> int:
     if args.schema:
         print_json(schema(Run, "phalanx run file"))
         return 0
+    # From here on `ps` shows no secret of a URL.
     hide_secrets(argv)
     try:
         config, notice = _run_of(args)
         if args.print_config:
             say(config, end="")
             return 0
+        # A run may have layouts for other numbers of ranks.
         if args.ranks:
             config = config.for_ranks(args.ranks)
         if config.machine:
@@ -134,9 +136,11 @@ def run(argv: list[str]) -> int:
                 f"layout {str(layout)!r} is for {layout.ranks} ranks, but --ranks is {args.ranks}."
                 f" Write --ranks {layout.ranks}, or leave it out; or --layout auto."
             )
+        # Epochs become steps once the tokens are counted.
         config = _with_steps(_prepared(config))
         refuse_before(config)
     except (ValueError, OSError) as error:
+        # Under a launcher the other ranks learn why this one does not come.
         if (
             not isinstance(error, EnvironmentMistake)
             and rendezvous(os.environ) is not None
@@ -145,6 +149,8 @@ def run(argv: list[str]) -> int:
 
             report_failure(f"{type(error).__name__}: {error}")
         raise
+    # A launcher that starts one process on each node: torchrun starts the
+    # ranks.
     if command := node_command(os.environ, layout.ranks if layout else None):
         os.execv(
             command[0],
@@ -162,6 +168,7 @@ def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
         words.append(f"layout={args.layout}")
     if args.adopt:
         words.append("checkpoint.adopt=true")
+    # Called only where the run names no model.
     notices: list[str] = []
 
     def adopt(plain: Run) -> Run:
@@ -184,6 +191,7 @@ def _prepared(run: Run) -> Run:
     made = [
         _tokens_of(run, path, n) for n, (path, _) in enumerate(run.sources)
     ]
+    # One source keeps no weight.
     if len(made) == 1:
         return replace(run, data=made[0])
     pairs = zip(made, run.sources, strict=True)
@@ -210,6 +218,7 @@ def _tokens_of(run: Run, data: str, number: int) -> str:
     from ..train.data.vocabulary import open_vocabulary
     from .data import left_out, prepare_shown
 
+    # Bytes are tokens of a model without a tokenizer.
     if data == PYTHON and not run.hub:
         return data
     if data == PYTHON:
@@ -220,6 +229,7 @@ def _tokens_of(run: Run, data: str, number: int) -> str:
     if has_tokens(Path(data)):
         return data
     out = str(Path(run.out, f"tokens-{number}" if number else "tokens"))
+    # Ranks of a launcher would all prepare the same files.
     if launched(os.environ) and not has_tokens(Path(out)):
         raise UsageError(
             f"data = {data!r} is text, which one process must prepare before many are started:"
@@ -251,10 +261,12 @@ def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
     if at is not None:
         return _joined(config, args, notice, at)
     count = Devices().gpus
+    # Fewer GPUs than the first layout needs: a fallback may fit.
     if count and not args.ranks:
         config = config.for_ranks(count, fewer=True)
     named = config.layout_of()
     ranks = args.ranks or (named.ranks if named else count or 2)
+    # The backend decides whether ranks compute on GPUs.
     gpus = used_gpus(choose(args.backend, ranks), ranks)
     layout = _layout_that_fits(config, ranks, gpus, notice)
     _say_memory(config, layout, gpus, force=args.force)
@@ -271,6 +283,7 @@ def _joined(
     from ..train.loop import train
     from ..train.watched import call_timeout
 
+    # The launcher has the last word about the number of ranks.
     if args.ranks not in (None, at.size):
         started = f"the launcher has started {at.size} ranks"
         raise UsageError(f"{started}, but --ranks is {args.ranks}.")
@@ -278,6 +291,7 @@ def _joined(
         # otherwise torchrun's ranks would run on after their agent is killed
         be_killed_with_parent()
     config = config.for_ranks(at.size)
+    # One rank prints; all of them log to files.
     if at.rank:
         hush()
     progress(str(at))
@@ -297,6 +311,7 @@ def _joined(
             # the number of ranks that share a host's memory is unknown
             if gpus and not at.rank:
                 _say_memory(config, layout, gpus, force=args.force)
+    # After an error of communication there is nobody to close with.
     except Exception as error:
         if isinstance(error, ValueError) or not isinstance(error, CommError):
             world.close()  # all ranks are here
@@ -304,9 +319,11 @@ def _joined(
     try:
         outcome = train(world, config, str(layout), quiet=args.quiet)
     except (RanksDiffer, PeerFailed):
+        # All ranks have raised it, so closing is collective and ends.
         world.close()
         raise
     except BaseException as error:
+        # The other ranks would wait: end them as well.
         world.abort()
         if not (code := exit_code_of(error)):
             raise
@@ -347,6 +364,7 @@ def _layout_that_fits(
             " data=PATH selects your own"
         )
     saved = newest(config.checkpoints)
+    # Read again by each rank, so a change in between is noticed.
     # The ranks check the checkpoint that they load once more.
     if saved and not config.checkpoint.adopt:
         refuse_other(
@@ -361,6 +379,7 @@ def _layout_that_fits(
         progress(f"auto: {str(layout) or 'one rank'}, {why}")
     else:
         layout = named
+    # What `legal` cannot know without the model's sizes.
     if wrong := list(
         misfits(config, shape, layout)
     ):  # checks that need the sizes of the model
@@ -372,6 +391,7 @@ def _layout_that_fits(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
             " Set train.fallback to layouts for other numbers of ranks."
         )
+    # Opens the data, and raises if it does not fit the model.
     batches_of(config, shape)
     refuse_unknown_vocabulary(config)
     if config.own:
@@ -406,6 +426,7 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     from ..train.stop import STOP, remove_stale_stop
 
     with (
+        # In this order: signals count as soon as the folder is ours.
         hold_run(Path(config.out), config.checkpoints),
         _passed_on(Path(config.out, STOP)),
     ):
@@ -458,9 +479,12 @@ def _until_it_ends(
         "apart": restarts > 0,
         "timeout": call_timeout(config),
     }
+    # The last attempt has none left.
     for left in range(restarts, -1, -1):
+        # For the watcher's report, which must be newer than this attempt.
         begun = time.time()
         starts.begin()
+        # Forked ranks must not inherit a thread's lock.
         try:
             settle_output()  # ranks must be forked from a process without other threads
             outcomes = launch(
@@ -472,6 +496,7 @@ def _until_it_ends(
             if not error.restart_helps or (error.refusal and not left):
                 raise  # an explained refusal
             text = error.reports[0].error
+            # A mapped data file became shorter: another start would fail, too.
             if f"signal {signal.SIGBUS.value}" in text and (
                 cut := _cut_file(config)
             ):
@@ -484,9 +509,11 @@ def _until_it_ends(
             complain(report if hung else error.refusal or str(error))
             if not left:
                 break
+        # Failures at one step again and again are not bad luck.
         if why := starts.in_vain():
             complain(f"The ranks are not restarted: {why}.")
             break
+        # The newest of both; names sort by step.
         saved = max(
             newest_in_memory(config),
             *(p.name for p in steps(config.checkpoints)),
@@ -539,6 +566,7 @@ def _passed_on(file: Path) -> Iterator[None]:
     own, passed_on = os.getpid(), PassedOn(file)
 
     def stop(number: int, frame: FrameType | None) -> None:
+        # A forked rank: only the command itself writes STOP.
         if os.getpid() != own:
             return
         if not passed_on.ask(number):
@@ -546,11 +574,13 @@ def _passed_on(file: Path) -> Iterator[None]:
             for rank in multiprocessing.active_children():
                 rank.terminate()
         if number == signal.SIGINT:
+            # The second Ctrl-C ends the run at once.
             signal.signal(number, interrupt)
             put_line(sys.stderr, _INTERRUPTED)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() == own:
+            # A third one changes nothing more.
             signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt
 
@@ -568,6 +598,7 @@ def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
 
     if as_json:
         print_json(asdict(outcome))
+    # The run is over, but its last state is not on the disk.
     if outcome.unsaved:
         newest = next((path.name for path in steps(run.checkpoints)), "none")
         complain(

@@ -51,6 +51,7 @@ def nearest_word(
     word: str, known: Collection[str], cutoff: float = 0.5
 ) -> str:
     """Return a sentence that suggests the nearest known word, or ""."""
+    # A word of an earlier version is no near miss: say what it is now.
     if OLD.get(word) in known:
         return f" It is now {OLD[word]}."
     return near_word(word, known, cutoff).replace("'", "")
@@ -139,6 +140,7 @@ def _unwritable(path: str | Path) -> str:
     try:
         # a link is followed, as it will be when the file is written
         real = os.path.realpath(path)
+        # None if the file has to be created.
         kind = os.stat(real).st_mode if os.path.exists(real) else None
         if kind is not None and stat.S_ISDIR(kind):
             return "it is a directory"
@@ -152,6 +154,7 @@ def _unwritable(path: str | Path) -> str:
                 0o666,
             )
         )
+        # It was created for this test alone.
         if kind is None:
             os.unlink(real)
     except OSError as error:
@@ -169,6 +172,7 @@ _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
 def screen(width: int | None = None) -> tuple[int, bool]:
     """Return the width of the terminal, and True if it shows colours."""
     terminal = sys.stdout.isatty()
+    # 80 columns where nobody looks at a terminal.
     columns = shutil.get_terminal_size().columns if terminal else 80
     # https://no-color.org: the variable counts if it is present and not empty
     return width or max(24, columns), terminal and not os.environ.get(
@@ -184,6 +188,7 @@ def say(
     Text from a file or an argument cannot control the terminal: control characters are
     printed as escapes, except the colours of our own pictures (`colour`).
     """
+    # Escape sequences of ours are kept; all other text is made printable.
     text = " ".join(map(str, words))
     parts = _COLOURS.split(text) if colour else [text]
     # Odd parts are colours. Characters that no encoding has are escaped by now.
@@ -225,6 +230,7 @@ def hush() -> None:
 
 def silence() -> None:
     """Discard buffered and later standard output."""
+    # The number of the stream stays open, so no file can get it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

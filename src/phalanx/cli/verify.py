@@ -179,6 +179,7 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             "--dropout is for built-in models; set the rate in your own."
         )
+    # The shape of a name, or a user's class that makes it.
     shape, make = model_to_verify(args.model)
     if args.lora and make is not None:
         raise UsageError("--lora is for built-in models.")
@@ -219,8 +220,10 @@ def run(argv: list[str]) -> int:
 def _run(args: argparse.Namespace, parser: Parser) -> int:
     """Compare a run with one process."""
     of_layouts = [
+        # Options that do not apply, if they were changed.
         name
         for name in _OF_LAYOUTS
+        # Compared with defaults, because a parser always sets them.
         if getattr(args, name) != parser.get_default(name)
     ]
     if of_layouts:
@@ -262,6 +265,7 @@ def _log(args: argparse.Namespace, shape: Shape) -> Path | None:
     written, so it cannot be a pipe."""
     if not args.log and not args.part:
         return None
+    # "1of4": each part of a list has a log of its own.
     part = "{}of{}".format(*args.part or (1, 1))
     default = (
         f"{shape.name}-{args.ranks}-{args.dtype}-{args.backend}-{part}.jsonl"
@@ -269,6 +273,7 @@ def _log(args: argparse.Namespace, shape: Shape) -> Path | None:
     log = Path(args.log) if args.log else Path("runs", "verify", default)
     try_folder(str(log.parent), "--log")
     log.parent.mkdir(parents=True, exist_ok=True)
+    # A log that exists is read first, and then appended to.
     if os.path.lexists(log):
         refuse_irregular(log, "Name another file.", "--log: ")
         try_file(str(log), "--log")

@@ -36,10 +36,12 @@ def features(layout: str) -> tuple[str, ...]:
     other words."""
     kept = (word for word in layout.split() if word not in PRECISIONS)
     words = (
+        # "dp2x2" -> "dp", "cp4:2x2" -> "cp".
         re.sub(r"^(dp|pp|cp|tp|ep)[0-9x]+(:[0-9x]+)?", r"\1", word)
         for word in kept
     )
     return tuple(
+        # "1f1b:4" -> "1f1b": numbers of microbatches are no features.
         dict.fromkeys(re.sub(r":[0-9]+$", "", word) for word in words)
     ) or ("one rank",)
 
@@ -53,6 +55,7 @@ def verified_svg(
         (set(features(v.layout)), v) for v in verdicts if not v.cannot_fit
     ]
     order = ["dp", "pp", "cp", "tp", "ep"]
+    # Axes first, in the order of a mesh, then other words.
     names = sorted(
         {name for has, _ in having for name in has},
         key=lambda name: (
@@ -62,6 +65,7 @@ def verified_svg(
     )
 
     def cell(a: str, b: str) -> MatrixCell | None:
+        # Layouts that combine both features.
         both = [v for has, v in having if a in has and b in has]
         if not both:
             return None
@@ -69,6 +73,7 @@ def verified_svg(
             max(both, key=lambda v: v.max_rel_error),
             sum(not v.passed for v in both),
         )
+        # Above a tenth of the tolerance.
         near = max((v.of_allowed for v in both), default=0.0) > 0.1
         pair = a if a == b else f"{a} with {b}"
         tip = f"{pair}: {len(both)} layouts, {failed} differ; error at most"
@@ -93,6 +98,7 @@ def verified_page(
     """Return a page with the matrix, and every layout below it, those that differ
     first."""
     rows = []
+    # Differences first, then the largest errors.
     for v in sorted(verdicts, key=lambda v: (v.passed, -v.max_rel_error)):
         word = (
             "cannot fit"
