@@ -22,6 +22,7 @@ from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of, compare
 from phalanx.verify.trial import Part, Seen, join
+from sampled import one_in
 
 # Odd sizes, so that runs of weights end between the vectors of a fused kernel; a tied weight, and
 # under tp4 key and value heads that two ranks hold.
@@ -162,7 +163,8 @@ LAYOUTS += [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# 3 has no factor in common with the 4 ZeRO stages and 2 precisions, so all occur.
+@pytest.mark.parametrize("layout", one_in(3, LAYOUTS))
 def test_copies_are_equal_bit_by_bit_after_eight_steps(layout: str) -> None:
     assert differing(Layout.parse(layout), ODD, AdamW()) == set()
 
@@ -204,7 +206,9 @@ def runs(world: World, layout: Layout) -> dict[tuple[int, int], list[object]]:
     return told
 
 
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if "fp64" not in x])
+@pytest.mark.parametrize(
+    "layout", one_in(3, [x for x in LAYOUTS if "fp64" not in x])
+)
 def test_all_ranks_that_hold_a_shard_update_it_in_the_same_runs(
     layout: str,
 ) -> None:

@@ -59,21 +59,25 @@ def _planned(step: RunStep) -> Rows:
     return planned_program(priced, step.layout.microbatches).rows
 
 
-def _settings() -> Iterator[tuple[Shape, Layout, str, float]]:
+def _settings(times: int) -> Iterator[tuple[Shape, Layout, str, float]]:
     """The covering list of layouts of each shape, each with the next optimizer, clipping and training."""
     turns = cycle(product(_TRAINED, OPTIMIZERS, (0.0, 1.0)))
     for shape in (_DENSE, _EXPERTS, _WINDOWS, SHAPES["gpt"]):
-        # Every layout meets three settings, so that over the list all pairs occur.
-        for layout in covering(every_layout(shape, 8, besides=True), 1) * 3:
+        # Where every layout meets three settings, all pairs occur over the list.
+        layouts = covering(every_layout(shape, 8, besides=True), 1)
+        for layout in layouts * times:
             trained, optimizer, clip = next(turns)
             changed = replace(shape, **trained)  # type: ignore[arg-type]
             if not legal(layout, changed):
                 yield changed, layout, optimizer, clip
 
 
-def test_check_draw_and_plan_have_the_operations_of_the_run() -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_check_draw_and_plan_have_the_operations_of_the_run(
+    times: int,
+) -> None:
     compared = 0
-    for shape, layout, optimizer, clip in _settings():
+    for shape, layout, optimizer, clip in _settings(times):
         step = step_of_layout(layout, shape, optimizer=optimizer)
         ran = _ran(step, optimizer, clip)
         where = f"{layout} on {shape.name}, {optimizer}"
@@ -84,7 +88,7 @@ def test_check_draw_and_plan_have_the_operations_of_the_run() -> None:
         ), where
         assert _planned(step) == ran, where
         compared += 1
-    assert compared > 300
+    assert compared > 100 * times
 
 
 @pytest.mark.parametrize(
