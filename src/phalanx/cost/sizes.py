@@ -48,7 +48,7 @@ def sizes_of(
     kinds, known = alike(cut_blocks(make(), layout)), dict[Any, Any]()
     pieces: dict[int, PieceCost] = {}
     units: dict[int, list[Unit]] = {}
-    # One rank for each row: ranks of a row hold as much.
+    # Each row's first rank, whose share of the batch is the largest.
     for row in range(len(program.rows)):
         world = TallyWorld(program.owner.index(row), layout.ranks)
         model = make()

@@ -414,7 +414,7 @@ def _block(sizes: DecoderSizes, piece: int) -> Block:
     attn = (LatentAttention if sizes.kv_latent else Attention)(sizes, window)
     if not sizes.experts or piece < sizes.dense_layers:
         return Block(piece, attn, Mlp(sizes, sizes.ffn), sizes)
-    # Shared experts are one MLP of their summed width (DeepSeek-V3 2024, 2.1.2).
+    # Shared experts add up, so they are one MLP of their summed width.
     shared = sizes.shared_experts * sizes.expert_ffn
     beside = Mlp(sizes, shared) if shared else None
     return ExpertBlock(

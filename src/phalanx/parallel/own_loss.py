@@ -350,7 +350,6 @@ def arguments_for(
     """The entries of a batch that a forward takes, by its arguments' names. Its first argument takes
     the first entry if none has its name."""
     arguments = list(inspect.signature(forward).parameters.values())
-    # By name first.
     named = {
         each.name: batch[each.name] for each in arguments if each.name in batch
     }

@@ -116,7 +116,6 @@ class TransformersFrame(Frame):
         """Create their buffers, such as rope's frequencies, which are neither on meta
         nor in files.
         """
-        # Made once for each device and dtype.
         if self.made == (device, wide):
             return
         self.made = device, wide
