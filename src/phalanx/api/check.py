@@ -124,6 +124,8 @@ def check(
     layout, shape = step.layout, step.shape
     step.refuse_unfit()
     sizes = {"batch": step.batch, "sequence": step.sequence}
+    # A refusal is a result, not an error: a notebook shows the reasons and the
+    # layouts that do fit.
     if wrong := misfit(layout, shape, **sizes):
         violations = tuple(legal(layout, shape, **sizes))
         near = tuple(nearest(layout, shape, **sizes))
@@ -145,8 +147,12 @@ def check(
         model=step.model,
         muon=step.muon,
     )
+    # The precision that a layout names wins; otherwise that of the device,
+    # bf16 on a GPU.
     precision = layout.precision if step.has_precision else request.precision
     figures = _figures(step, request, replace(layout, precision=precision))
+    # This check runs operations of a model; without it, a shape by name needs
+    # no torch.
     if sums:
         from ..parallel import build_model
         from ..verify import placement_faults
@@ -166,6 +172,8 @@ def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
         )
     if cluster:
         return where(cluster, None, layout.ranks).hardware
+    # The bytes are those of a GPU; without a name no verdict is given on
+    # whether they fit.
     hardware = hardware_of(
         whole_servers(device or "h100", layout.ranks), layout.ranks
     )
@@ -194,6 +202,8 @@ def _figures(
         "layout": str(layout),
         "model": shape.name,
         "ranks": layout.ranks,
+        # Elements, as are the two counts below; routed experts count whole in
+        # `parameters` only.
         "parameters": sum(row.numel for row in step.pieces.rows),
         "active_parameters": shape.active,
         "trained_parameters": sum(
@@ -213,6 +223,8 @@ def _memory(
     request: Request, layout: Layout, pieces: StagedPieces
 ) -> dict[str, Any]:
     """Return the memory of the fullest rank, compared with a device's."""
+    # Bytes: expected, and the range between no fragmentation and the usual
+    # one.
     choice = held(request, layout)
     kinds, range_ = choice.memory, choice.range(request.profile)
     figures: dict[str, Any] = {
@@ -230,6 +242,8 @@ def _memory(
     if request.hardware.name:
         memory = request.hardware.memory
         figures |= {"device": request.hardware.name, "device_gb": memory / 1e9}
+        # By the lower end of the range: what fits only without fragmentation
+        # is a `may not fit`, not a refusal.
         figures["fits"] = range_[0] <= memory
     if lower := lower_stages(request, layout):
         figures["sends_less"] = [
@@ -252,6 +266,7 @@ def _one_sequence(
     half the memory.
     """
     rows = request.batch // layout.data
+    # Already divided, or too few sequences to divide.
     if layout.microbatches > 1 or rows < 2:
         return None
     other = replace(layout, microbatches=rows)
@@ -264,6 +279,7 @@ def _one_sequence(
 def _lower_stage(request: Request, stage: LowerStage) -> dict[str, Any]:
     """Describe a lower ZeRO stage that sends less, and whether it fits on the
     device."""
+    # Expected bytes; `fits` below requires the upper end of the range too.
     figures: dict[str, Any] = {
         "layout": str(stage.layout),
         "memory_gb": stage.expected / 1e9,
@@ -283,15 +299,20 @@ def _newton_schulz(
         newton_schulz(row_matrices(row), layout, cpu=cpu)
         for row in pieces.rows
     ]
+    # FLOPs and bytes of each stage, summed over the virtual stages that it
+    # holds.
     stages = [[0.0, 0.0] for _ in range(layout.pp)]
     for rank, virtual in enumerate(
         ranks_of(layout.virtual_stages, layout.pp, layout.schedule)
+        # "pp2 interleaved2:4": rank 0 holds virtual stages 0 and 2, rank 1 holds 1
+        # and 3.
     ):
         for stage in virtual:
             each = (work[piece] for piece in pieces.stages[stage])
             stages[rank] = [
                 sum(x) for x in zip(stages[rank], *each, strict=True)
             ]
+    # Tuples compare by FLOPs first; bytes only break ties.
     flops, moved = max(stages)
     return {"flops": flops, "moved": moved}
 
@@ -302,12 +323,15 @@ def _held(
     """Summarize the weights that the ranks of one pipeline stage hold."""
     layout, rows = step.layout, step.pieces.rows
     pieces = sorted(p for p, at in program.host.items() if at == row)
+    # A set, as pieces may share a unit: tied embedding and head.
     units = [
         rows[unit] for unit in {u for p in pieces for u in program.units(p)}
     ]
     whole = sum(unit.numel for unit in units)
     routed = sum(unit.routed_numel for unit in units)
     shards = layout.shards if layout.zero == 3 else 1
+    # Experts are divided over the ranks of ep even without zero3, other
+    # weights only with it.
     held = (whole - routed) / shards + routed / max(
         shards, layout.copies_sharing
     )

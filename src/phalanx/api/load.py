@@ -28,6 +28,8 @@ def checkpoints_in(source: str | Path) -> list[Path]:
         )
     why = f"neither manifest.json nor step-... nor {CHECKPOINTS}/step-..."
     none = f"{path} holds no checkpoint: there is {why}. {_NAME}"
+    # `lexists`: a dangling link is reported as unreadable rather than
+    # overlooked.
     if os.path.lexists(path / "manifest.json"):
         try:
             open_regular(path / "manifest.json").close()
@@ -35,6 +37,8 @@ def checkpoints_in(source: str | Path) -> list[Path]:
             what = f"cannot read {path / 'manifest.json'}: {reason(error)}. {_NAME}"
             raise UsageError(what) from None
         return [path]
+    # Looked for before torch is loaded, so that a wrong path is refused at
+    # once.
     if not any(
         next(folder.glob("step-*"), None)
         for folder in (path, path / CHECKPOINTS)
@@ -42,6 +46,8 @@ def checkpoints_in(source: str | Path) -> list[Path]:
         raise UsageError(none)
     from ..train.checkpoint import steps
 
+    # A folder of checkpoints has precedence over a run's folder with
+    # checkpoints in it.
     saved = steps(path) or steps(path / CHECKPOINTS)
     if not saved:
         raise UsageError(none)
@@ -59,6 +65,8 @@ class SavedTensors(Mapping[str, "Tensor"]):
         from ..train.checkpoint_format import read_manifest
 
         self.path, self.manifest = path, read_manifest(path)
+        # Only the manifest is read here; a checkpoint may be larger than the
+        # memory.
         self._tensors = {
             each.name: each
             for each in self.manifest.tensors
@@ -75,6 +83,8 @@ class SavedTensors(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> Tensor:
         from ..train.checkpoint_load import TensorReader
 
+        # Opened for each access: no file stays open as long as this object
+        # lives.
         with TensorReader(self.path, self.manifest) as reader:
             return reader.whole(self._tensors[name])
 

@@ -142,12 +142,16 @@ def prepare(
     world = world or join()
     if str(layout).strip() == "auto":
         layout = _auto(model, world)
+    # Whatever fails inside on one rank fails on all: otherwise the others
+    # would wait for it in a later call.
     with agreement(world) as facts:
         chosen = _layout_of(layout, model, world.size)
         refuse_other_than_elementwise(optimizer)
         entries = None if example is None else _entries(example)
         own = OwnModule.of(model, describe, entries, tp_plan)
         measure = Measure(_counted(count), tuple(metrics))
+        # Once for the world: the other ranks hear of a failure when the block
+        # ends.
         if not world.rank:
             _refuse_other_forward(own, chosen)
             _refuse_wrong_plan(own, chosen, loss, measure)
@@ -158,10 +162,16 @@ def prepare(
         )
         made = cut_blocks(made, chosen)
         program = program_of(made, chosen)
+        # What must be equal on all ranks; compared when the block ends, before
+        # any weight is sent.
         facts |= _facts(made, chosen, program, optimizer, measure, clip)
         first = _FirstTrial(own, chosen, loss, measure) if verify else None
+        # With an example the comparison can be made now, otherwise with the
+        # first batch of the loop.
         if first and first.entries and not world.rank:
             first.refuse_different(first.entries)
+    # Clipping and fp16's loss scale both multiply the gradient before the
+    # update.
     scaled = clip > 0 or chosen.precision == FP16
     parameters = {name: own.names[theirs] for name, theirs in names.items()}
     updater = OwnOptimizer(optimizer, parameters, scaled=scaled)
@@ -176,6 +186,7 @@ def prepare(
         measure=measure,
     )
     run = PreparedRun(world, part, own, names, updater)
+    # Without an example, the first step compares its own batch.
     if first and not first.entries:
         run._first = first
     run._begin_alike()
@@ -233,6 +244,8 @@ class PreparedRun:
             entries = _named(batch)
             if not number:
                 self._refuse_other_batches(entries)
+            # Whole batches come in here and rows of one rank go out; `step`
+            # takes the latter.
             rows = _rows(entries)
             least = self.layout.data * self.layout.microbatches
             if rows < least:
@@ -247,8 +260,10 @@ class PreparedRun:
             yield {name: x[mine] for name, x in entries.items()}
 
     def _refuse_other_batches(self, entries: Mapping[str, Tensor]) -> None:
+        # Every byte of the batch enters, but only the digest is sent.
         digest = sha256()
         for name, x in entries.items():
+            # As bytes, because numpy has no bfloat16.
             raw = x.detach().cpu().contiguous().view(torch.uint8)
             digest.update(name.encode() + raw.numpy().tobytes())
         seen = exchange(self.part.everyone, digest.hexdigest())
@@ -277,7 +292,11 @@ class PreparedRun:
         if self._first:
             self._refuse_different(self._first, batch)
         own = self._microbatches(batch)
+        # The rate is ignored: the user's optimizer holds its own learning
+        # rates.
         result = self.part.trainer.step(own, 0.0, timed=False)
+        # torch's schedulers warn unless a step was noted; `_updater` steps
+        # copies of the instance.
         self._updater.stepped()
         self.steps += 1
         metrics = dict(zip(self._metrics, result.metrics, strict=True))
@@ -289,6 +308,7 @@ class PreparedRun:
         )
 
     def _refuse_different(self, first: _FirstTrial, batch: GivenBatch) -> None:
+        # On rank 0 only, but all ranks meet here, as the trial may raise.
         with agreement(self.world):
             if not self.world.rank:
                 first.refuse_different(_entries(batch))
@@ -299,6 +319,7 @@ class PreparedRun:
         sums, count = self.part.validator.sums_over_ranks(
             self._microbatches(batch)
         )
+        # Evaluation over no targets returns 0 rather than dividing by zero.
         loss, *metrics = (each / (count or 1.0) for each in sums)
         return Evaluation(loss, dict(zip(self._metrics, metrics, strict=True)))
 
@@ -314,6 +335,7 @@ class PreparedRun:
         its own."""
         group = self.part.everyone
         values = self._own.values(self._names)
+        # Sorted: every rank must broadcast the same weight at the same time.
         for name in sorted(values):
             value = values[name]
             sent = value.to(group.device).contiguous()
@@ -329,13 +351,18 @@ class PreparedRun:
         wholes: dict[str, Tensor] = {}
         for name, whole in whole_weights(self.part):
             theirs = self._names[name]
+            # The dtype of the module's own parameter: the master copy may be
+            # wider.
             wholes[theirs] = whole.to("cpu", self._own.names[theirs].dtype)
         by_weight = {
             self._own.names[name]: whole for name, whole in wholes.items()
         }
+        # Tied names share one parameter; `keep_vars` keeps its identity, which
+        # `by_weight` looks up.
         every = self._own.module.state_dict(keep_vars=True)
         return {
             name: by_weight[x]
+            # A buffer is not trained and is taken from the module as it is.
             if isinstance(x, nn.Parameter)
             else x.detach().cpu()
             for name, x in every.items()
@@ -361,6 +388,7 @@ class PreparedRun:
         weights = self.state_dict()
         model, names = self._own.model()
         own = {name: weights[theirs] for name, theirs in names.items()}
+        # A new model: this rank holds only its part of the trained one.
         generator = Generator.of(model, own, self._master)
         prompt = (
             tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
@@ -386,11 +414,15 @@ class PreparedRun:
             "loss_scale": [scaling.scale, scaling.steady] if scaling else None,
         }
         try:
+            # Written and read once: a tuple becomes a list now, as it will be
+            # after `load`.
             kept = json.loads(json.dumps(config))
         except TypeError as error:
             raise LoopError(
                 f"state has a value that JSON cannot represent: {error}."
             ) from error
+        # Kept between calls: its buffers in host memory are reused by every
+        # save.
         if self._saver is None or self._saver.folder != Path(folder):
             self._saver = Saver(
                 Path(folder), self.part.local, self.part.updates
@@ -398,6 +430,7 @@ class PreparedRun:
         progress = Progress(
             self.steps, layout=str(self.layout), config={LOOP: kept}
         )
+        # Saves are synchronous here, so each call finishes exactly one.
         (saved,) = self._saver.save(progress)
         return saved.path
 
@@ -420,8 +453,12 @@ class PreparedRun:
                 f"{loaded.path} was saved by phalanx.train, not by a loop of your own: resume it with its"
                 " run file."
             )
+        # The optimizer's options, such as a learning rate that a scheduler has
+        # changed.
         self._updater.restore_groups(kept.get("groups"), str(loaded.path))
         scale, scaling = kept.get("loss_scale"), part.trainer.scaling
+        # A checkpoint of another precision may have no scale; training then
+        # starts with the default.
         if scaling and isinstance(scale, list):
             scaling.scale, scaling.steady = scale
         return state
@@ -440,9 +477,11 @@ def _auto(model: nn.Module, world: World) -> Layout:
         memory: float = torch.cuda.get_device_properties(
             world.device
         ).total_memory
+        # Ranks that share a GPU, or the host's memory, divide it.
         memory /= world.sharing
     else:
         memory = available_memory() / world.size
+    # A group for one reduction: all ranks must choose the same layout.
     everyone = world.split("auto", [range(world.size)])
     least = torch.tensor([memory], dtype=torch.float64, device=everyone.device)
     everyone.all_reduce(least, "min")
@@ -474,6 +513,8 @@ def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
     )
     if torch.float64 in dtypes and layout.precision == FP32:
         return replace(layout, precision=FP64)
+    # fp32 is the default of a layout that names no precision; any other was
+    # asked for.
     return layout
 
 
@@ -483,6 +524,8 @@ def _refuse_other_forward(own: OwnModule, layout: Layout) -> None:
     The pieces of a description are compared as in `train`, those found by running it on
     the example.
     """
+    # Without a description and an example there is one piece, the module
+    # itself: nothing to compare.
     if own.describe is None and own.example is None:
         return
     model, names = own.model()
@@ -495,6 +538,8 @@ def _refuse_other_forward(own: OwnModule, layout: Layout) -> None:
     try:
         described_whole(model)
     except UntriedPieces:
+        # A module on a GPU may have kernels that do not run on the CPU; there
+        # the comparison is left out.
         if next(own.module.parameters()).device.type == "cpu":
             raise
 
@@ -503,6 +548,8 @@ def _refuse_wrong_plan(
     own: OwnModule, layout: Layout, loss: LossFunction | None, measure: Measure
 ) -> None:
     """Compares ranks of tp with one process on the example."""
+    # Only a plan for tp, guessed or given, can be wrong here: a description
+    # was compared above.
     if own.describe is None and own.example is not None and layout.tp > 1:
         model, _ = own.model()
         _give_loss(
@@ -526,6 +573,8 @@ class _FirstTrial:
         return self.own.example or {}
 
     def refuse_different(self, entries: Mapping[str, Tensor]) -> None:
+        # A trial that passed is recorded under this code; changed code is
+        # tried again.
         code = (type(self.own.module), self.own.describe, self.loss)
         subject = Subject(
             self._model,
@@ -544,6 +593,8 @@ class _FirstTrial:
     def _model(self) -> Model:
         """A new Model whose loss returns no metrics."""
         model, _ = self.own.model()
+        # The trial compares gradients and weights, for which metrics are not
+        # needed.
         measure = replace(self.measure, metrics=())
         loss = OwnLoss(self._sum, measure) if self.loss else None
         _give_loss(model, self.own, loss, measure)
@@ -552,12 +603,15 @@ class _FirstTrial:
     def _sum(self, output: Any, batch: dict[str, Tensor]) -> Tensor:
         assert self.loss is not None
         returned = self.loss(output, batch)
+        # A loss with metrics returns a tuple; the loss is its first entry.
         loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
         return loss
 
 
 def _refuse_illegal(model: Model, layout: Layout) -> None:
     if model.shape is not None:
+        # A row for each microbatch of each data-parallel rank is the smallest
+        # legal batch.
         rows = layout.data * layout.microbatches
         wrong = legal(layout, model.shape, batch=rows)
         if wrong:
@@ -566,6 +620,8 @@ def _refuse_illegal(model: Model, layout: Layout) -> None:
     if model.as_it_is:
         refuse_unfit(model, layout)
         return
+    # Without a description no rule says how to cut weights; dp, ZeRO and pp
+    # need none.
     cut = [axis for axis in ("tp", "cp", "ep") if layout.mesh.of(axis) > 1]
     if cut:
         raise LayoutError(
@@ -596,6 +652,7 @@ def _counted(count: Count | None) -> Callable[[Mapping[str, Tensor]], Tensor]:
 
     def counted(batch: Mapping[str, Tensor]) -> Tensor:
         device = next(iter(batch.values())).device
+        # A count may be a number, a tensor, or a tensor of a count per row.
         counts = torch.as_tensor(count(dict(batch)), device=device)
         return counts.sum(dtype=torch.float64)
 
@@ -611,10 +668,14 @@ def _facts(
     clip: float,
 ) -> dict[str, str]:
     """Return all facts that must be equal on every rank."""
+    # Names, sizes and dtypes; the values need not agree, as rank 0's are
+    # copied.
     weights = [
         f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()
     ]
     groups = [
+        # Options of the groups, such as `lr` and `weight_decay`, without the
+        # tensors.
         {key: str(x) for key, x in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
@@ -624,6 +685,7 @@ def _facts(
         "optimizer": f"{type(optimizer).__name__} {groups}",
         "metrics": str(measure.metrics),
         "clip": str(clip),
+        # A program may have a million operations: its digest stands for it.
         "program": sha256(str(program).encode()).hexdigest(),
     }
 
@@ -639,6 +701,7 @@ def _named(batch: GivenBatch) -> dict[str, Tensor]:
         }
     elif isinstance(batch, Tensor):
         entries = {_input_name(batch): batch}
+    # (x) or (x, y): the loader of a `TensorDataset` yields such lists.
     else:
         tensors = [x for x in batch if isinstance(x, Tensor)]
         if len(tensors) != len(batch) or not 1 <= len(tensors) <= 2:
@@ -648,6 +711,8 @@ def _named(batch: GivenBatch) -> dict[str, Tensor]:
             )
         names = (_input_name(tensors[0]), "targets")
         entries = dict(zip(names, tensors, strict=False))
+    # 0-dimensional tensors have no rows, so they count as 0 and differ from
+    # the rest.
     sizes = {x.shape[0] if x.dim() else 0 for x in entries.values()}
     if len(sizes) != 1:
         shapes = ", ".join(
@@ -665,11 +730,14 @@ def _entries(batch: GivenBatch) -> dict[str, Tensor]:
     if "tokens" in entries and "positions" not in entries:
         tokens = entries["tokens"]
         counted = torch.arange(tokens.shape[1], device=tokens.device)
+        # Every sequence starts at position 0.
         entries["positions"] = counted.expand(tokens.shape[:2]).contiguous()
     return entries
 
 
 def _input_name(x: Tensor) -> str:
+    # (batch, sequence) of integers are tokens; everything else is passed on as
+    # it is.
     return "tokens" if x.dim() == 2 and not x.is_floating_point() else "inputs"
 
 

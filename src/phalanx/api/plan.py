@@ -130,7 +130,11 @@ def plan(
     return Planned(asked, search(asked, top=top))
 
 
+# Why nothing fits, in the order of a reader's questions: how far off it is,
+# what was tried, what would help.
 def _nothing(request: Request, plan: Plan) -> Iterator[str]:
+    # Bytes of the smallest of all points, by a bound that is cheap to compute
+    # for each.
     least = float(plan.points[1].min())
     needs = f"needs {bytes_text(least)} or more of"
     if least <= plan.room:  # by its lower bound; its program needs more
@@ -148,10 +152,13 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
     """Suggest the nearest change that works: a larger share of memory, or up to 16
     times the devices."""
     memory, found = request.hardware.memory, []
+    # Share of a device's memory; the factors look for the least that a whole
+    # program fits in.
     needed = max(least, room) / memory
     for part in sorted(
         {math.ceil(100 * factor * needed) for factor in _MORE_ROOM}
     ):
+        # In percent: no limit above the whole device can be set.
         if part > 100:
             break
         if (more := search(replace(request, limit=part / 100), top=1)).layouts:
@@ -160,12 +167,18 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
                 f"It fits with --limit {part / 100:g}: {more.layouts[0].layout}, {held}."
             )
             break
+    # Only a cluster by name has larger siblings; a measured machine is what it
+    # is.
     for factor in _MORE_DEVICES if request.cluster else ():
+        # "h100x64" -> "h100x128", "h100x256", ...
         name = f"{request.cluster.rpartition('x')[0]}x{request.hardware.ranks * factor}"
         try:
             hardware = where(name, None).hardware
+        # Not every device is offered in this number, such as a pod that must
+        # be filled.
         except MachineError:
             continue
+        # The same batch, so that the answers differ in devices alone.
         batch = max(request.batch, 1)
         plan = search(
             replace(request, hardware=hardware, batch=batch, cluster=name),
@@ -190,12 +203,16 @@ def request(
     )
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
     hardware = where(
-        None if machine else cluster, machine, terms.get("ranks") or 0
+        None if machine else cluster,
+        machine,
+        terms.get("ranks") or 0,
+        # `machine` wins over the default cluster.
     ).hardware
     sequence = (
         _number("sequence", parse_length, terms.get("sequence"))
         or shape.sequence
     )
+    # There is no embedding for a position beyond the learned ones.
     if shape.positions == "learned" and sequence > shape.sequence:
         raise UsageError(
             f"--seq {sequence}: {shape.name} has learned {shape.sequence} positions."
@@ -206,6 +223,7 @@ def request(
         trainer_named(str(terms["trainer"])) if terms.get("trainer") else None
     )
     asked = request_for(
+        # 0 stands for the shape's batch.
         shape,
         hardware,
         batch=_sequences(str(tokens), sequence) if tokens is not None else 0,
@@ -215,8 +233,12 @@ def request(
         profile=terms.get("profile") or (trainer.profile if trainer else None),
         muon=run is not None and run.optimizer.name == "muon",
     )
+    # The name is kept to suggest larger clusters, which the measured machine
+    # does not have.
     cluster = "" if cluster == "this" else cluster
     routing = Routing.parse(terms.get("routing") or BALANCED, asked.shape)
+    # Ways in which no layout may cut: those that a user's model or the trainer
+    # cannot take.
     without = ways_refused(make) if make else frozenset()
     without |= trainer.without if trainer else frozenset()
     limit = terms.get("limit", 0.85)
@@ -248,6 +270,7 @@ def _sequences(text: str, sequence: int) -> int:
     4M is 4,000,000 tokens and 4Mi is 2^22, independent of the sequence length.
     """
     tokens = _number("--batch-tokens", parse_count, text)
+    # The limit of a run file, so that what is planned can also be trained.
     if tokens > sequence * SEQUENCES:
         raise UsageError(
             f"--batch-tokens {text[:60]} is more than {SEQUENCES:,} sequences of {sequence:,}"
@@ -258,11 +281,14 @@ def _sequences(text: str, sequence: int) -> int:
             f"--batch-tokens {text} is less than one sequence of {sequence:,} tokens."
             f" Write --batch-tokens {sequence} or more, or a shorter --seq."
         )
+    # Tokens must make whole sequences; near counts that do are named.
     count, rest = divmod(tokens, sequence)
     if rest:
         near = [
             f"{n * sequence} ({n:,} sequences)" for n in (count, count + 1)
         ]
+        # 4M and 4Mi are often confused: if the binary count fits, it is
+        # suggested first.
         binary = f"{text.upper()}i"
         if (
             text[:-1].isdigit()

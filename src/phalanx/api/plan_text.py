@@ -50,13 +50,16 @@ class Utilization:
 
 def utilization(request: Request, choice: Choice) -> Utilization:
     """Compute utilization from the FLOPs of a step and the peak of the devices."""
+    # FLOPs of a step of the whole batch, forward and backward.
     flops = step_flops(request.shape, request.batch, request.sequence)
     hardware = request.hardware
+    # FLOPs that all devices could do in the predicted time.
     peak = peak_of(choice.case, hardware) * hardware.ranks * choice.step
     mfu, hfu, full = (
         part / peak if peak else 0.0
         for part in (
             flops.model,
+            # Recomputation is work of the hardware, but not of the model.
             flops.hardware + _again(request, choice.layout),
             flops.full,
         )
@@ -101,6 +104,8 @@ def _again(request: Request, layout: Layout) -> float:
     if layout.recompute in ("none", "selective"):
         return 0.0
     ops = forward_flops(request.shape, request.batch, request.sequence)
+    # Pieces 1 to `layers` are the blocks; the embedding and the head are not
+    # recomputed.
     return sum(op.causal for op in ops if 0 < op.piece <= request.shape.layers)
 
 
@@ -118,6 +123,8 @@ def uncertainty_text(found: StepRange, step: float) -> str:
     """Describe the range of a step, the share of runs within such a range, and its
     largest cause."""
     low, high = map(seconds_text, found.around(step))
+    # Runs of your own on this machine come before the published ones that set
+    # the general range.
     if found.own_runs:
         whose = f"{found.level:.0%} by the errors of your own {found.own_runs} runs"
     else:
@@ -231,6 +238,7 @@ def plan_text(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
 def _head(request: Request, plan: Plan) -> Iterator[str]:
     r, experts = request, ""
     precision = " and ".join(filter(None, (r.precision, r.matmul)))
+    # A model of experts computes with the active parameters and stores all.
     if r.shape.experts:  # MFU counts the parameters that a token uses
         active, total = map(count_text, (r.shape.active, r.shape.total))
         experts = f" {active} of {total} parameters active, tokens over experts {r.routing.text},"
@@ -268,6 +276,7 @@ def _advice(plan: Plan) -> str:
 def _table(request: Request, plan: Plan) -> Iterator[str]:
     """Yield a table with numbers first, as layouts have any length; parts of the step
     in percent."""
+    # All parts but the update, for which 80 columns have no room.
     shown = PARTS[:-1]
     rows = []
     used = [utilization(request, choice) for choice in plan.layouts]
@@ -287,6 +296,8 @@ def _table(request: Request, plan: Plan) -> Iterator[str]:
     head = ("#", "step", "tok/s/dev", "MFU", "HFU", "GB", *shown)
     first, *lines = text_table(head, rows, left="r").splitlines()
     yield first
+    # A layout's text has no fixed width, so it stands on a line of its own
+    # below its numbers.
     for line, choice in zip(lines, plan.layouts, strict=True):
         yield line
         yield from _indented(str(choice.layout), 3)
@@ -305,6 +316,7 @@ def _also(notes: Iterable[str]) -> str:
 
 
 def _rates(request: Request, found: Utilization) -> str:
+    # PFLOP/s of all devices: causal pairs, and all pairs.
     """Format rates as papers do, with causal attention and with all pairs."""
     whole = [
         x * request.hardware.ranks / 1e15
@@ -325,6 +337,8 @@ def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
     best = (plan.fastest or plan.layouts[0]).step
     for baseline in beside:
         choice, picked = baseline.choice, baseline.why
+        # Relative to the fastest, not the first, so that a rule may not appear
+        # to win by 2 %.
         if choice and baseline.fits:
             slower = 100 * (choice.step / best - 1)
             picked = f"{seconds_text(choice.step)}, {slower:.1f} % slower"
@@ -338,6 +352,7 @@ def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
 def _reasons(refused: Sequence[Refusal]) -> Iterator[str]:
     yield "Why the others lost:"
     for refusal in refused:
+        # 24 columns: two of indent, a family's name in 21, a space.
         lines = wrapped(refusal.reason, 80 - 24)
         yield f"  {refusal.family:21} {lines[0]}"
         yield from (" " * 24 + line for line in lines[1:])
@@ -416,6 +431,8 @@ def _stages(
     ]
     alike = [
         list(group)
+        # Neighbouring stages with equal figures: "1-6" for the middle of a
+        # pipeline.
         for _, group in groupby(range(len(stages)), numbers.__getitem__)
     ]
     return head, [[spans(group), *numbers[group[0]]] for group in alike]

@@ -54,6 +54,7 @@ def misfit(
         if near
         else "No similar layout fits."
     )
+    # One reason a line, as several rules often refuse the same layout.
     return f"{layout} does not fit {shape.name}:{reasons}\n{way_out}"
 
 
@@ -94,8 +95,11 @@ def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
 
     A user's model file is executed, as only it knows the model's sizes.
     """
+    # A shape by name, a TOML file or a run file without code: torch is not
+    # needed.
     if not code_of(name)[0]:
         return shape_named(name), None
+    # Broken imports are reported before torch is loaded, which takes seconds.
     if names_source(name):
         refuse_broken(name, LayoutError)
     from ..parallel.load import load_model
@@ -141,6 +145,8 @@ class RunStep:
             return staged_pieces(self.layout, self.shape)
         from ..parallel.rows import model_pieces
 
+        # Units of a user's model come from its modules, not from a table of a
+        # decoder.
         return model_pieces(self.make(), self.layout)
 
     def refuse_unfit(self) -> None:
@@ -183,6 +189,8 @@ def refuse_beside_run(**given: object) -> None:
 def step_of_run(run: Run) -> RunStep:
     """Return the step that a run trains with."""
     shape, make = model_of(run.own) if run.own else (run.shape, None)
+    # A model of the user's own takes batch and sequence from the run, a shape
+    # has its own.
     shape = run.sized(shape) if run.own else shape
     layout = run.layout_of(shape)
     if layout is None:
@@ -220,6 +228,8 @@ def step_of_layout(
     if sequence and shape.positions != "learned":
         shape = replace(shape, sequence=sequence)
     own = str(model) if make else ""
+    # Layouts do not remember whether a precision was written, but a GPU's
+    # default depends on it.
     named = "precision" in Layout.written(str(layout))
     parsed = Layout.parse(str(layout))
     return RunStep(
@@ -241,6 +251,8 @@ def ways_refused(make: Callable[[], Model]) -> frozenset[str]:
 
     model = make()
     heads = model.counts.get("heads", 2)
+    # The smallest tp that divides the heads: 2 for 12 heads, 3 for 9. A single
+    # head gets 2, which is refused.
     tp = next((n for n in range(2, heads + 1) if heads % n == 0), 2)
     ways = {
         "tp": f"tp{tp}",
@@ -248,6 +260,8 @@ def ways_refused(make: Callable[[], Model]) -> frozenset[str]:
         "ring": "cp2",
         "ulysses": "cp2:ulysses",
     }
+    # A way that fits in its smallest form is taken to fit: misfits do not
+    # depend on sizes.
     return frozenset(
         way
         for way, text in ways.items()
@@ -288,6 +302,8 @@ def where(
             raise UsageError(
                 f"{ranks} ranks do not fit: {cluster_} has {found.size} devices."
             )
+        # The names under which a driver reports this device, to recognize a
+        # machine that has it.
         names = (found.device, *found.kind.drivers)
         return Where(hardware_of(found, ranks), found.device, "cuda", names)
     file = file or "machine.toml"
@@ -317,14 +333,21 @@ def request_for(
     The precision is bf16 on a GPU unless `precision` names another; an fp8 matmul
     format is tried beside it.
     """
+    # "fp8" is a format of matmuls alone; the rest has the device's default
+    # precision.
     matmul = MATMUL_WORDS.get(precision or "", "")
     precision = (precision if not matmul else "") or (
+        # Only CPUs have `cores`.
         FP32 if hardware.cores else BF16
     )
     sequence = sequence or shape.sequence
+    # A shape's batch and sequence are its defaults, not properties of its
+    # weights.
     if shape.positions != "learned":
         shape = replace(shape, sequence=sequence)
     software = profile_for(hardware, profile, precision, muon=muon)
+    # Costs are looked up when the search first needs them, and kept between
+    # runs.
     costs = partial(cached_costs, target=hardware.target)
     batch = batch or shape.batch
     return Request(

@@ -28,6 +28,7 @@ class LowerStage:
 
     @property
     def bytes_text(self) -> str:
+        # Without fragmentation, as on a CPU, the range is one number.
         exact = self.least == self.most
         return (
             bytes_text(self.most)
@@ -53,6 +54,8 @@ def less_sent_text(
     """Describe the lower stage that sends least among those that fit in a device's
     memory, or each of them if memory is unlimited; "" if none fits."""
     fitting = [stage for stage in stages if stage.fits(memory)]
+    # Without a limit there is no best one to name: the reader chooses by the
+    # bytes.
     if memory < math.inf:
         fitting = fitting[:1]
     return " ".join(
@@ -70,6 +73,8 @@ def sharding_text(request: Request, layout: Layout) -> str:
     reasons = []
     for stage in lower_stages(request, layout):
         needs = f"zero{stage.layout.zero} needs {bytes_text(stage.expected)}"
+        # Expected bytes against what a search may take, as the search itself
+        # decides.
         fits = stage.expected <= request.room
         reasons.append(f"{needs} and is no faster" if fits else needs)
     if not reasons:

@@ -14,6 +14,8 @@ class _LeftOut:
         return "..."
 
 
+# Their real defaults are in the function that takes the dict, and depend on
+# other arguments.
 _LEFT_OUT = _LeftOut()
 
 
@@ -36,7 +38,10 @@ def with_keywords(terms: type) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
+        # The last parameter is `**terms`, which the keywords replace.
         *named, _ = signature.parameters.values()
+        # `inspect.signature` reads this attribute first. By `vars`, because a
+        # type checker does not know it.
         vars(function)["__signature__"] = signature.replace(
             parameters=[*named, *keywords]
         )
