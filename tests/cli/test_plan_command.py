@@ -215,7 +215,7 @@ def test_a_run_file_under_a_published_name_says_that_its_weights_are_random(
     ]
     assert main([*argv, "--out", str(file)]) == 0
     capsys.readouterr()
-    assert file.read_text().count("# weights are random") == (name == "gpt2")
+    assert file.read_text().count("# - weights: random") == (name == "gpt2")
     made = Run.load(str(file))
     assert made.weights == ("random" if name == "gpt2" else "")
     refuse_random_by_name(made)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.api import own_loop
 from phalanx.comm import AloneWorld, RankFailed, World, launch
 from phalanx.generate import GenerateError, Sampling
 from phalanx.layout import Layout, LayoutError
@@ -261,6 +262,73 @@ def test_auto_shards_what_does_not_fit_in_half_the_memory(
     billions: int, layout: str
 ) -> None:
     assert str(module_recipe(billions * 10**9, 8, 80e9, "fp32")) == layout
+
+
+def test_auto_cuts_a_batch_into_microbatches_that_fit() -> None:
+    # 4 ranks have 16 rows each of 3 GB, and 20 GB beside half of the memory
+    made = module_recipe(10**9, 4, 40e9, "fp32", rows=64, kept=3e9)
+    assert str(made) == "dp4 accum:3"
+    # no more microbatches than rows
+    made = module_recipe(10**9, 4, 40e9, "fp32", rows=8, kept=90e9)
+    assert str(made) == "dp4 accum:2"
+
+
+class Square(nn.Module):
+    """A block that keeps its input and the input of its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1000, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (x * self.weight).pow(2)
+        return y
+
+
+def _chosen_with_example(world: World) -> str:
+    model = nn.Sequential(Square(), Square())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.ones(12, 1000, dtype=torch.float64)
+    run = phalanx.prepare(
+        model,
+        optimizer,
+        "auto",
+        loss=lambda output, batch: output.sum(),
+        example=rows,
+        world=world,
+    )
+    return str(run.layout)
+
+
+def test_auto_counts_what_a_row_of_the_example_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A row keeps four tensors of 8,000 bytes. Each of 2 ranks has 6 rows, 192 kB, and 80 kB for them.
+    monkeypatch.setattr(own_loop, "available_memory", lambda: 320e3)
+    layouts = launch(_chosen_with_example, 2, backend="threads")
+    assert layouts == ["dp2 accum:3 fp64"] * 2
+
+
+def _asked(world: World) -> str:
+    layout = "auto" if world.rank else "dp2"
+    model = loops.tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = phalanx.prepare(
+        model,
+        optimizer,
+        layout,
+        loss=loops.weighted_loss,
+        metrics=["right", "weight"],
+        world=world,
+    )
+    return str(run.layout)
+
+
+def test_ranks_that_ask_for_other_layouts_end_with_both() -> None:
+    with pytest.raises(
+        RankFailed, match="layout: rank 1 has auto, rank 0 has dp2"
+    ):
+        launch(_asked, 2, backend="threads", timeout=30.0)
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,25 @@ def test_a_module_that_cannot_be_cut_is_refused_with_its_reason(
     model = kind()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = own.batches("turned")[0]
-    terms: dict[str, Any] = {
-        "world": AloneWorld("cpu"),
-        "loss": own.cross_entropy,
-    }
+    terms: dict[str, Any] = {"loss": own.cross_entropy}
+    pieces = "recompute:all"
     with pytest.raises(LayoutError, match=text):
-        phalanx.prepare(model, optimizer, example=batch, **terms)
-    run = phalanx.prepare(
-        model, optimizer, **terms
-    )  # in one piece it is trained
-    assert run.step(batch).finite
+        phalanx.prepare(
+            model,
+            optimizer,
+            pieces,
+            example=batch,
+            world=AloneWorld("cpu"),
+            **terms,
+        )
+    # in one piece it is trained
+    for example in (None, batch)[: 1 + (kind is not _Skip)]:
+        run = phalanx.prepare(
+            model,
+            optimizer,
+            example=example,
+            world=AloneWorld("cpu"),
+            **terms,
+        )
+        assert len(run.part.model.pieces) == 1
+        assert run.step(batch).finite

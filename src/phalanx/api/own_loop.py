@@ -28,6 +28,7 @@ from ..layout import Layout, LayoutError, legal
 from ..layout.choices import FP16, FP32, FP64
 from ..layout.host import available_memory
 from ..layout.recipe import module_recipe
+from ..layout.source import running_modules
 from ..parallel import (
     Model,
     UntriedPieces,
@@ -43,6 +44,7 @@ from ..parallel.own_loss import (
     LossFunction,
     Measure,
     OwnLoss,
+    arguments_for,
     give_loss,
     make_head,
     make_whole,
@@ -122,7 +124,7 @@ def prepare(
     optimizer: a torch optimizer over the module's parameters. Its options are read, but it is never
         stepped; you or torch's schedulers may change its learning rates
     layout: layout as text; by default dp over all ranks, and with "auto" the lowest ZeRO stage
-        whose state fits in half of the memory
+        whose state fits in half of the memory, and with an example as many microbatches as fit
     loss: function loss(output, batch) that returns the summed loss of a microbatch, optionally with
         a dict of summed metrics; by default the model's own loss
     count: function count(batch) whose sum over all ranks divides losses and metrics; by default the
@@ -132,7 +134,7 @@ def prepare(
     describe: function that returns the pieces and the rule table of the module
         (docs/bring-your-model.md); by default `describe` in the module's file
     example: a batch on which a module without a description is run once to find its blocks.
-        Without an example such a module is a single piece, for dp and ZeRO
+        Without an example, or without blocks, such a module is a single piece, for dp and ZeRO
     tp_plan: which linears of the blocks tp shards, as torch's `parallelize_module` takes it:
         {"attn.wq": ColwiseParallel(), "attn.wo": RowwiseParallel()}. It needs an example
     world: this rank's connection to the others; by default `phalanx.join()`
@@ -140,8 +142,12 @@ def prepare(
         one process; a trial that passed is not repeated
     """
     world = world or join()
-    if str(layout).strip() == "auto":
-        layout = _auto(model, world)
+    with agreement(world) as facts:
+        facts["layout"] = str(layout)
+        auto = str(layout).strip() == "auto"
+        kept = _KeptByRow.of(model, loss, example) if auto else _KeptByRow()
+    if auto:
+        layout = _auto(model, world, kept)
     # Whatever fails inside on one rank fails on all: otherwise the others
     # would wait for it in a later call.
     with agreement(world) as facts:
@@ -149,6 +155,8 @@ def prepare(
         refuse_other_than_elementwise(optimizer)
         entries = None if example is None else _entries(example)
         own = OwnModule.of(model, describe, entries, tp_plan)
+        if _needs_no_pieces(chosen):
+            own = own.undivided()
         measure = Measure(_counted(count), tuple(metrics))
         # Once for the world: the other ranks hear of a failure when the block
         # ends.
@@ -165,7 +173,11 @@ def prepare(
         # What must be equal on all ranks; compared when the block ends, before
         # any weight is sent.
         facts |= _facts(made, chosen, program, optimizer, measure, clip)
-        first = _FirstTrial(own, chosen, loss, measure) if verify else None
+        first = (
+            _FirstTrial(own, chosen, loss, measure, entries or {})
+            if verify
+            else None
+        )
         # With an example the comparison can be made now, otherwise with the
         # first batch of the loop.
         if first and first.entries and not world.rank:
@@ -471,8 +483,51 @@ class PreparedRun:
 # ---- checks before training
 
 
-def _auto(model: nn.Module, world: World) -> Layout:
-    """Return the layout that `auto` chooses, by the least memory that a rank has. Collective."""
+@dataclass(frozen=True)
+class _KeptByRow:
+    """The rows of a batch, and the bytes that each keeps until its backward; 0 if unknown."""
+
+    rows: int = 0
+    kept: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        loss: LossFunction | None,
+        example: GivenBatch | None,
+    ) -> _KeptByRow:
+        """Run the module on one row of the example, and count what autograd saves."""
+        if example is None or type(model).forward is nn.Module.forward:
+            return cls()
+        entries = _entries(example)
+        weights = list(model.parameters())
+        device = weights[0].device if weights else torch.device("cpu")
+        row = {name: x[:1].clone().to(device) for name, x in entries.items()}
+        weight_storages = {x.untyped_storage().data_ptr() for x in weights}
+        saved: dict[int, int] = {}
+
+        def note(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in weight_storages:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        noting = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+        doing = "when it runs on one row of the example"
+        with running_modules(doing, LayoutError), noting:
+            # kept alive, so that no storage takes the place of another
+            output = model(**arguments_for(model.forward, row))
+            kept_loss = loss(output, row) if loss else None
+        del output, kept_loss
+        return cls(_rows(entries), float(sum(saved.values())))
+
+
+def _auto(model: nn.Module, world: World, batch: _KeptByRow) -> Layout:
+    """Return the layout that `auto` chooses, by the least memory that a rank has. Collective.
+
+    Rank 0 decides, since ranks may know other sizes.
+    """
     if world.device.type == "cuda":
         memory: float = torch.cuda.get_device_properties(
             world.device
@@ -489,7 +544,15 @@ def _auto(model: nn.Module, world: World) -> Layout:
     double = any(x.dtype == torch.float64 for x in weights)
     numbers = sum(x.numel() for x in weights)
     precision = FP64 if double else FP32
-    return module_recipe(numbers, world.size, float(least), precision)
+    own = module_recipe(
+        numbers,
+        world.size,
+        float(least),
+        precision,
+        rows=batch.rows,
+        kept=batch.kept,
+    )
+    return Layout.parse(exchange(everyone, str(own))[0])
 
 
 def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
@@ -516,6 +579,15 @@ def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
     # fp32 is the default of a layout that names no precision; any other was
     # asked for.
     return layout
+
+
+def _needs_no_pieces(layout: Layout) -> bool:
+    """True for dp, ZeRO and accumulation, which take a module in one piece."""
+    return (
+        layout.ranks == layout.dp
+        and layout.recompute == "none"
+        and not layout.offload
+    )
 
 
 def _refuse_other_forward(own: OwnModule, layout: Layout) -> None:
@@ -566,11 +638,8 @@ class _FirstTrial:
     layout: Layout
     loss: LossFunction | None
     measure: Measure
-
-    @property
-    def entries(self) -> Mapping[str, Tensor]:
-        """The batch to compare on, if it is known before the first step."""
-        return self.own.example or {}
+    # the batch to compare on; empty: that of the first step
+    entries: Mapping[str, Tensor]
 
     def refuse_different(self, entries: Mapping[str, Tensor]) -> None:
         # A trial that passed is recorded under this code; changed code is

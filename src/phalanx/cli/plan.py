@@ -36,10 +36,18 @@ _SUBVERBS = {
     "cost": "plan_cost",
     "score": "plan_score",
 }
-_DATA = "# data is a placeholder: name your tokens there, as `phalanx data prepare` writes them.\n"
+_FILL_IN = """\
+# Left for you to fill in:
+# - data: a placeholder. Name your tokens, as `phalanx data prepare` writes them.
+"""
+_STEPS = """\
+# - steps: a placeholder, {steps} steps of {tokens:,} tokens. Or write epochs, or plan with --tokens.
+# - checkpoint.every: saves only at the end.
+"""
+_RATE = "# - optimizer.lr: the default for every model.\n"
 _WEIGHTS = """\
-# weights are random: a name gives only sizes. To begin with published weights, write
-# model = "hf:FOLDER" and weights = "".
+# - weights: random, as a name gives only sizes. To begin with published weights, write
+#   model = "hf:FOLDER" and weights = "".
 """
 
 
@@ -123,9 +131,14 @@ def run(argv: list[str]) -> int:
         # A name of published weights stands for sizes here.
         if random_by_name(written):
             written = replace(written, weights=RANDOM)
-        save(
-            args.out, f"{_DATA}{_WEIGHTS if written.weights else ''}{written}"
-        )
+        steps = _STEPS.format(steps=written.steps, tokens=request.tokens)
+        left = [
+            _FILL_IN,
+            "" if args.tokens else steps,
+            _RATE,
+            _WEIGHTS if written.weights else "",
+        ]
+        save(args.out, f"{''.join(left)}{written}")
     return 0
 
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from rank_watch.watcher import FILE as HANG
 
 from ..layout import Layout
-from ..layout.choices import BYTES, PYTHON
+from ..layout.choices import AUTO, BYTES, PYTHON
 from ..layout.codec import schema
 from ..layout.environment import (
     EnvironmentMistake,
@@ -317,6 +317,9 @@ def _joined(
             world.close()  # all ranks are here
         raise
     try:
+        of_first = _layout_of_first(world, layout)
+        if config.layout.strip() == AUTO:
+            layout = of_first
         outcome = train(world, config, str(layout), quiet=args.quiet)
     except (RanksDiffer, PeerFailed):
         # All ranks have raised it, so closing is collective and ends.
@@ -331,6 +334,14 @@ def _joined(
         return code
     world.close()
     return _ended(config, outcome, args.json and at.rank == 0)
+
+
+def _layout_of_first(world: World, layout: Layout) -> Layout:
+    """Return the layout that rank 0 has chosen. Hosts may have other memory or GPUs."""
+    from ..comm.agree import exchange
+
+    everyone = world.split("auto", [range(world.size)])
+    return Layout.parse(exchange(everyone, str(layout))[0])
 
 
 def _layout_that_fits(

@@ -8,6 +8,8 @@ devices, 50B parameters or 16k tokens also tensor, pipeline and context parallel
 After that, measure, and tune for the highest MFU.
 """
 
+import math
+
 from .choices import ACCUM, FP32, ONE_F_ONE_B
 from .layout import Layout
 from .legal import legal, nearest
@@ -89,14 +91,24 @@ def recipe(
 
 
 def module_recipe(
-    parameters: int, ranks: int, memory: float, precision: str
+    parameters: int,
+    ranks: int,
+    memory: float,
+    precision: str,
+    *,
+    rows: int = 0,
+    kept: float = 0.0,
 ) -> Layout:
     """The layout of a module of which only the number of weights is known: dp over all ranks,
     with the lowest ZeRO stage whose weights, gradients and optimizer fit in half of `memory`,
-    a rank's bytes.
+    a rank's bytes. A batch of so many `rows`, of which each keeps `kept` bytes until its backward,
+    is cut into microbatches that fit in the other half.
     """
     # A module of unknown structure: no axis but dp can split it.
     words = [f"dp{ranks}"] * (ranks > 1) + [precision] * (precision != FP32)
+    own_rows = -(-rows // ranks)
+    count = min(own_rows, math.ceil(own_rows * kept / (memory / 2)))
+    words += [f"{ACCUM}:{count}"] * (count > 1)
     plain = Layout.parse(" ".join(words))
     state = engine_state(precision)
     held = held_bytes(plain, state)

@@ -84,6 +84,16 @@ class OwnModule:
         """Every parameter once, by its name in the module."""
         return dict(self.module.named_parameters())
 
+    def undivided(self) -> OwnModule:
+        """This module, as one piece if the example does not show how to divide it."""
+        if self.describe is not None or self.example is None:
+            return self
+        try:
+            self.apart()
+        except LayoutError:
+            return replace(self, example=None)
+        return self
+
     def model(self) -> tuple[Model, dict[str, str]]:
         """A new Model on the meta device, and the module's name of each of its weights."""
         # By a description, else by an example's run, else as one piece.
