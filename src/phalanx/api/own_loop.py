@@ -25,7 +25,7 @@ from ..comm import World, agreement, join
 from ..comm.agree import exchange
 from ..generate import Generator, Sampling
 from ..layout import Layout, LayoutError, legal
-from ..layout.choices import FP16, FP32, FP64
+from ..layout.choices import AUTO, FP16, FP32, FP64
 from ..layout.host import available_memory
 from ..layout.recipe import module_recipe
 from ..layout.source import running_modules
@@ -143,9 +143,10 @@ def prepare(
     """
     world = world or join()
     with agreement(world) as facts:
-        facts["layout"] = str(layout)
-        auto = str(layout).strip() == "auto"
-        kept = _KeptByRow.of(model, loss, example) if auto else _KeptByRow()
+        facts["layout"] = str(layout).strip()
+        auto = facts["layout"] == AUTO
+        counts = auto and not world.rank
+        kept = _KeptByRow.of(model, loss, example) if counts else _KeptByRow()
     if auto:
         layout = _auto(model, world, kept)
     # Whatever fails inside on one rank fails on all: otherwise the others
