@@ -150,7 +150,7 @@ def test_the_chained_pieces_are_the_forward_and_stay_float64(
     names = [name for name, _ in pieces]
     assert names == ["embed", "layers.0", "layers.1", "head"]
     assert all(model.get_submodule(name) is piece for name, piece in pieces)
-    x = pieces[0][1](tokens, positions)
+    x = pieces[0][1](tokens, positions, shared["noise"])
     for _, block in pieces[1:-1]:
         x = block(x, **shared)
         assert x.dtype == torch.float64

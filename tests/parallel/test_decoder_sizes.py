@@ -15,7 +15,7 @@ from phalanx.parallel.model import Undrawn, decoder_of
 from phalanx.verify import SHAPES
 
 # Of the decoder alone: a choice of the run, and an object where a shape has words and numbers.
-OF_THE_DECODER = {"dropout", "rope_scaling"}
+OF_THE_DECODER = {"rope_scaling"}
 # A decoder may be made without these, and a shape must name them, or has a longer default.
 WITHOUT_DEFAULT = {"vocab", "layers", "sequence", "hidden"}
 

@@ -58,7 +58,7 @@ def gradients(
     wide = Precision(torch.float64, torch.float64, torch.float64)
     batches = partial(batch_of, SHAPES[name], packed=packed, noisy=True)
     setting = Setting(batches, steps=1, precision=wide)
-    make = partial(build_model, SHAPES[name], dropout=0.2)
+    make = partial(build_model, replace(SHAPES[name], dropout=0.2))
     program = moved(program_in(layout, make, setting))
     seen = launch(
         train_layout,
@@ -136,7 +136,7 @@ def test_recomputation_that_a_pass_moves_is_done_where_it_stands(
 def held(world: World, text: str, shape: Shape, dropout: float = 0.0) -> int:
     """Bytes that a block's forward leaves, its input and what says where tokens stand too."""
     layout = Layout.parse(text)
-    model = build_model(shape, dropout=dropout)
+    model = build_model(replace(shape, dropout=dropout))
     piece = build_local(
         world, layout, model, program_of(model, layout)
     ).pieces[1]

@@ -85,14 +85,14 @@ def truth(
     setting = setting_of(
         shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0
     )
-    plain = PlainForward(shape, dropout, z_loss)
+    plain = PlainForward(replace(shape, dropout=dropout), z_loss)
     return truth_of(
         _maker(shape, dropout, z_loss), setting, matmul, cuts, plain
     )
 
 
 def _maker(shape: Shape, dropout: float, z_loss: float) -> Callable[[], Model]:
-    plain = partial(build_model, shape, dropout=dropout)
+    plain = partial(build_model, replace(shape, dropout=dropout))
     return partial(with_z_loss, plain, z_loss) if z_loss else plain
 
 

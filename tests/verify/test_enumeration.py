@@ -189,6 +189,7 @@ def test_every_size_of_a_model_is_unlike_its_default_in_some_small_shape() -> (
     """What never varies is never compared: neither it nor the code that reads it."""
     # keys of a run, which options of `verify` set
     beside = {"freeze", "lora_r", "lora_alpha", "lora_targets", "source"}
+    beside |= {"dropout"}
     shapes = [*SHAPES.values(), *LARGER.values()]
     for field in fields(Shape):
         values = {getattr(shape, field.name) for shape in shapes}

@@ -65,12 +65,12 @@ def verdicts(out: Path, *words: str) -> Iterator[Verdict]:
     "words",
     [
         ("layout=dp2 tp2 seq zero1 accum:2", "optimizer.schedule=wsd", "packing=bfd"),
-        ("layout=pp2 1f1b:4 bf16", "optimizer.name=muon", "packing=none"),
+        ("layout=pp2 1f1b:4 bf16", "optimizer.name=muon", "packing=none", "optimizer.schedule=linear"),
         ("layout=dp2 zero3", "optimizer.name=sgd", "optimizer.momentum=0.9", "freeze=embed layers.0"),
         ("layout=dp2 pp2 1f1b:4 fp16", "optimizer.name=muon", "packing=bfd"),
-        ("layout=cp2", "lora.r=8", "document_masks=false", "optimizer.schedule=linear", "z_loss=1e-3"),
+        ("layout=cp2", "lora.r=8", "document_masks=false", "z_loss=1e-3", "dropout=0.2"),
     ],
-    ids=["wsd and packed", "muon in bf16", "sgd and frozen", "overflows", "adapters"],
+    ids=["wsd and packed", "muon in bf16", "sgd and frozen", "overflows", "adapters and dropout"],
 )  # fmt: skip
 def test_a_run_agrees_in_float64_and_in_its_own_precision(
     words: tuple[str, ...], tmp_path: Path

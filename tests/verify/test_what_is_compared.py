@@ -73,7 +73,7 @@ def test_dropout_changes_what_is_computed() -> None:
     """Else a comparison with dropout would be one without."""
     plain, noisy = (
         truth_of(
-            partial(build_model, SHAPES["gqa"], dropout=rate),
+            partial(build_model, replace(SHAPES["gqa"], dropout=rate)),
             Setting(
                 partial(batch_of, SHAPES["gqa"], noisy=True),
                 precision=WIDE,

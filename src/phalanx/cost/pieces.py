@@ -166,10 +166,9 @@ def _batch(
         // layout.cp
     )
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-    return {
-        name: torch.empty_like(ids)
-        for name in ("tokens", "targets", "positions")
-    }
+    names = ["tokens", "targets", "positions"]
+    names += ["noise"] * bool(model.shape.dropout)
+    return {name: torch.empty_like(ids) for name in names}
 
 
 def into(

@@ -351,6 +351,11 @@ class Run:
         0.0,
         "weight of log(Z)^2 in each token's loss; Z is the sum of exp(logits)",
     )
+    dropout: float = key(
+        0.0,
+        "share of features that training zeroes: of embeddings, heads' outputs, attention and MLP",
+        maximum=0.99,
+    )
     seed: int = key(
         0, "seed of the initial weights and the data order", maximum=2**62 - 1
     )
@@ -516,7 +521,10 @@ class Run:
             plain.sequence if learned else self.sequence or plain.sequence
         )
         sized = replace(
-            plain, batch=self.batch or plain.batch, sequence=sequence
+            plain,
+            batch=self.batch or plain.batch,
+            sequence=sequence,
+            dropout=self.dropout or plain.dropout,
         )
         if self.freeze:
             sized = replace(

@@ -44,7 +44,12 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
         )
     # Built-in decoders alone have these: a user's class has its own way.
     for place, value in (
-        (("lora.r", run.lora.r), ("freeze", run.freeze)) if run.own else ()
+        (
+            ("lora.r", run.lora.r),
+            ("freeze", run.freeze),
+        )
+        if run.own
+        else ()
     ):
         if value:
             what = f"{place} with model = {run.own!r}, no built-in decoder"
@@ -53,6 +58,13 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
                 what,
                 "Leave it out; your own class may use requires_grad_(False)",
             )
+    if run.dropout and run.own:
+        what = f"dropout with model = {run.own!r}, no built-in decoder"
+        yield Mistake(
+            "dropout",
+            what,
+            "Leave it out; your own class may use phalanx.models.Dropout",
+        )
     yield from _preference(run)
     shape = None
     try:

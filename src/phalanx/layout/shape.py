@@ -185,6 +185,11 @@ class Shape:
     z_loss: float = key(
         0.0, "factor of the mean squared log-sum-exp of the scores"
     )
+    dropout: float = key(
+        0.0,
+        "share of features that training zeroes: of embeddings, heads' outputs, attention and MLP",
+        maximum=0.99,
+    )
     # The weights that are trained.
     freeze: tuple[str, ...] = key(
         (), "pieces that are not trained: embed, head, layers.0-3"

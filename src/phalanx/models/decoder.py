@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from .attention import Attention, HeadsAttention, LatentAttention
 from .experts import ExpertMlps, Experts, Router, Sending, gated
 from .loss import CrossEntropy
-from .noise import Dropout, block_noise
+from .noise import EMBEDDING, Dropout, block_noise
 from .norm import norm_of
 from .rope import shared_angles
 from .sizes import DecoderSizes
@@ -366,20 +366,28 @@ class Embed(nn.Module):
         hidden: int,
         sequence: int | None = None,
         scale: float = 1.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.scale = scale
+        self.dropout = Dropout(dropout, place=0)
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = (
             None if sequence is None else nn.Embedding(sequence, hidden)
         )
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, noise: Tensor | None = None
+    ) -> Tensor:
         x: Tensor = self.tokens(tokens)  # (B, T) becomes (B, T, hidden)
         if self.scale != 1:
             # Rounded to x's dtype first, as in Gemma's training.
             x = x * x.new_full((), self.scale)
-        return x if self.positions is None else x + self.positions(positions)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        keys = None if noise is None else block_noise(noise, EMBEDDING)
+        dropped: Tensor = self.dropout(x, keys)
+        return dropped
 
 
 class Head(nn.Module):
@@ -431,7 +439,9 @@ class Decoder(nn.Module):
         self._sizes = of
         self._depth, self._plus_one = of.layers, of.norm == "rms1"
         learned = of.sequence if of.positions == "learned" else None
-        self.embed = Embed(of.vocab, of.hidden, learned, of.embed_scale)
+        self.embed = Embed(
+            of.vocab, of.hidden, learned, of.embed_scale, of.dropout
+        )
         self.layers = nn.ModuleList(
             _block(of, piece) for piece in range(of.layers)
         )
@@ -450,7 +460,8 @@ class Decoder(nn.Module):
         if shared.get("positions") is None:
             time = torch.arange(tokens.shape[1], device=tokens.device)
             shared["positions"] = time.expand_as(tokens)
-        x = self.embed(tokens, shared["positions"])  # (B, T, hidden)
+        noise = shared.get("noise")
+        x = self.embed(tokens, shared["positions"], noise)  # (B, T, hidden)
         # Derived once here rather than in each block, for example the rotary angles.
         shared |= {
             name: make(shared, x.dtype) for name, make in self.derived.items()

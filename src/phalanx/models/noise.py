@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 _WORD = 0xFFFFFFFF
+EMBEDDING = (
+    1 << 31
+) - 1  # the number of the embedding, larger than that of any block
 
 
 def _scramble(x: Any) -> Any:
@@ -33,7 +36,7 @@ def token_noise(seed: int, step: int, tokens: Tensor) -> Tensor:
     return tokens + (above << 32)
 
 
-def block_noise(noise: Tensor, piece: Tensor) -> Tensor:
+def block_noise(noise: Tensor, piece: Tensor | int) -> Tensor:
     """The 32-bit keys of one block's tokens, from their noise and its number."""
     folded = _scramble(_scramble(noise & _WORD) ^ ((noise >> 32) & _WORD))
     keys: Tensor = _stir(folded, piece)  # (B, T)

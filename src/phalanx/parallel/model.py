@@ -211,7 +211,7 @@ class Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
+def build_model(shape: Shape) -> Model:
     """Build the built-in model of a shape on the meta device."""
     with torch.device("meta"), Undrawn():
         if shape.kind == "mlp":
@@ -219,7 +219,7 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
             pieces, rules = mlp.describe(deep)
             model = Model(pieces, Rules.parse(rules), {}, deep.draw, shape)
             return _freeze(model, shape)
-        plain = decoder_of(shape, dropout=dropout)
+        plain = decoder_of(shape)
         pieces, rules = decoder.describe(plain)
         # The adapters' rules come first, and the first matching line counts.
         rules = _adapt(plain, Rules.parse(rules), shape) + rules

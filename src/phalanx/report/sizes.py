@@ -35,7 +35,9 @@ def sizes_of_run(
     assert shape is not None
     # On meta tensors: shapes without memory.
     ids = torch.empty(shape.batch, sequence, dtype=torch.int64, device="meta")
-    batch = dict.fromkeys(("tokens", "targets", "positions"), ids)
+    names = ["tokens", "targets", "positions"]
+    names += ["noise"] * bool(shape.dropout)
+    batch = dict.fromkeys(names, ids)
     if shape.kind == "mlp":
         batch = {
             "inputs": torch.empty(shape.batch, shape.hidden, device="meta")

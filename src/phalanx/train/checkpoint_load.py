@@ -446,7 +446,7 @@ REFUSED = {
 }
 TOLD = (
     "precision", "document_masks", "packing", "batch", "microbatch", "sequence", "epochs", "steps", "z_loss",
-    "optimizer", "validation.batches", "loss", "dpo",
+    "optimizer", "validation.batches", "loss", "dpo", "dropout",
 )  # fmt: skip
 UNTOLD = {
     "weights": "only where a run begins: later weights are the checkpoint's",
@@ -523,7 +523,8 @@ def weight_differences(
 def differing_sizes(there: Shape, here: Shape) -> list[str]:
     """List the keys in which a checkpoint's shape and the run's differ, with both
     values."""
-    free = {"name", "source", "batch"}  # may change from start to start
+    # These may change from start to start.
+    free = {"name", "source", "batch", "dropout"}
     # Sequences may be of any length if positions are not learned.
     if "learned" not in (there.positions, here.positions):
         free.add("sequence")  # only learned positions are weights

@@ -80,6 +80,7 @@ def batches_of(run: Run, shape: Shape) -> Batches:
     return Batches(
         corpora, run.tokens(shape), shape.batch,
         seed=run.seed, masks=run.document_masks, vocab=shape.vocab, packing=run.packing,
+        noisy=shape.dropout > 0,
     )  # fmt: skip
 
 

@@ -750,10 +750,9 @@ class _Walk:
             multiple = time_multiple(layout)
             length = -(-min(shape.sequence, 64) // multiple) * multiple
             ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-            whole = {
-                name: torch.empty_like(ids)
-                for name in ("tokens", "targets", "positions")
-            }
+            names = ["tokens", "targets", "positions"]
+            names += ["noise"] * bool(shape.dropout)
+            whole = {name: torch.empty_like(ids) for name in names}
         at = self.local.coordinates
         batches = microbatches(whole, layout, at["data"], at["cp"])
         for batch in batches:

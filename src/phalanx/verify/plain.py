@@ -302,7 +302,7 @@ def attention(
     seen = visible(x.shape[1], block.window, batch.get("documents"))
     sinks = w["attn.sinks"] if shape.sinks else None
     mixed = attend(shape, q, k, v, seen, sinks).flatten(2)  # (B, T, H * D)
-    mixed = dropped(mixed, batch, block, place=0)
+    mixed = dropped(mixed, batch, block.number, shape.dropout, place=0)
     return linear(shape, w, "attn.wo", mixed, biased=shape.bias == "all")
 
 
@@ -441,6 +441,8 @@ def experts(
 
 # ---- dropout (Srivastava et al. 2014)
 
+_EMBEDDING = 2**31 - 1  # its number among the blocks
+
 
 def mixed_bits(x: Bits) -> Bits:
     """A 32-bit hash (C. Wellons' hash prospector). Products of uint32 wrap around, as
@@ -458,14 +460,14 @@ def keyed_bits(key: Bits, number: npt.ArrayLike) -> Bits:
 
 
 def dropped(
-    x: Tensor, batch: Weights, block: BlockOptions, place: int
+    x: Tensor, batch: Weights, number: int, rate: float, place: int
 ) -> Tensor:
     """x (B, T, features) with a share of its features zeroed, the others scaled up.
 
-    Which ones is decided by a hash of the token's noise, the block, the place in the
-    block and the feature.
+    Which ones is decided by a hash of the token's noise, the block's number, the place
+    in the block and the feature.
     """
-    if "noise" not in batch or not block.dropout:
+    if "noise" not in batch or not rate:
         return x
     noise = batch["noise"].numpy().astype(np.uint64)  # (B, T)
     low, high = (
@@ -473,10 +475,10 @@ def dropped(
         (noise >> np.uint64(32)).astype(np.uint32),
     )
     key = mixed_bits(mixed_bits(low) ^ high)
-    key = keyed_bits(keyed_bits(key, block.number), place)
+    key = keyed_bits(keyed_bits(key, number), place)
     bits = keyed_bits(key[..., np.newaxis], np.arange(x.shape[-1]))
-    stays = torch.from_numpy(bits >= round(block.dropout * 2**32))
-    return x * stays / (1 - block.dropout)
+    stays = torch.from_numpy(bits >= round(rate * 2**32))
+    return x * stays / (1 - rate)
 
 
 # ---- the model
@@ -484,11 +486,10 @@ def dropped(
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """A block's number, its window (0: none), and its dropout rate."""
+    """A block's number and its window (0: none)."""
 
     number: int
     window: int
-    dropout: float
 
 
 @dataclass
@@ -510,7 +511,7 @@ def embed(shape: Shape, w: Weights, batch: Weights) -> Tensor:
     x = shape.embed_scale * w["embed.tokens.weight"][batch["tokens"]]
     if shape.positions == "learned":
         x = x + w["embed.positions.weight"][batch["positions"]]
-    return x
+    return dropped(x, batch, _EMBEDDING, shape.dropout, place=0)
 
 
 def transformer_block(
@@ -523,14 +524,14 @@ def transformer_block(
     y = norm(shape, w, "attn_norm", x) if before else x
     y = attention(shape, w, y, batch, block)
     y = norm(shape, w, "attn_post_norm", y) if behind else y
-    x = x + dropped(y, batch, block, place=1)
+    x = x + dropped(y, batch, block.number, shape.dropout, place=1)
     y = norm(shape, w, "mlp_norm", x) if before else x
     if shape.experts and block.number >= shape.dense_layers:
         y, routing = experts(shape, w, y)
     else:
         y = mlp(shape, w, "mlp", y)
     y = norm(shape, w, "mlp_post_norm", y) if behind else y
-    return x + dropped(y, batch, block, place=2), routing
+    return x + dropped(y, batch, block.number, shape.dropout, place=2), routing
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
@@ -564,7 +565,6 @@ def decoder(
     weights: Weights,
     batch: Weights,
     *,
-    dropout: float = 0.0,
     z_loss: float = 0.0,
 ) -> ForwardResult:
     """A decoder-only transformer on a batch of tokens, positions and targets, each (B,
@@ -574,7 +574,7 @@ def decoder(
     for number in range(shape.layers):
         name = f"layers.{number}"
         windows = shape.windows or (0,)
-        block = BlockOptions(number, windows[number % len(windows)], dropout)
+        block = BlockOptions(number, windows[number % len(windows)])
         x, routing = transformer_block(
             shape, within(weights, name), x, batch, block
         )

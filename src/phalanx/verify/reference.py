@@ -566,17 +566,16 @@ class Pieces:
 class PlainForward:
     """The forward of `plain.py`, for a built-in model of this shape."""
 
-    def __init__(
-        self, shape: Shape, dropout: float = 0.0, z_loss: float = 0.0
-    ) -> None:
-        self.shape, self.dropout, self.z_loss = shape, dropout, z_loss
+    def __init__(self, shape: Shape, z_loss: float = 0.0) -> None:
+        self.shape, self.z_loss = shape, z_loss
 
     def __call__(self, weights: Weights, batch: Batch) -> Passed:
         if self.shape.kind == "mlp":
             found = plain.deep_mlp(self.shape, weights, batch)
         else:
-            choices = {"dropout": self.dropout, "z_loss": self.z_loss}
-            found = plain.decoder(self.shape, weights, batch, **choices)
+            found = plain.decoder(
+                self.shape, weights, batch, z_loss=self.z_loss
+            )
         passed = Passed(found.loss)
         passed.outputs = {
             name: project(x) for name, x in found.outputs.items()

@@ -153,6 +153,7 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
         f"a stop after step {STOPPED} and a resume as {str(resumed) or 'one rank'}",
         f"the journal's loss, norm, rate, tokens{', FLOPs' * (not run.own)} and validation",
     ]
+    covered += [f"dropout {few.dropout:g}"] * bool(few.dropout)
     covered += [f"z-loss {run.z_loss:g}"] * bool(run.z_loss)
     covered += ["LoRA"] * bool(run.lora.r) + [f"frozen {run.freeze}"] * bool(
         run.freeze
@@ -238,7 +239,7 @@ def _alone(run: Run) -> Forward | None:
     """Return the forward on one process in float64: the plain form, or the class, whose
     forward has no z-loss."""
     if not run.own:
-        return PlainForward(run.shape, 0.0, run.z_loss)
+        return PlainForward(run.shape, run.z_loss)
     return None if run.z_loss else own_forward(maker_of(run))
 
 

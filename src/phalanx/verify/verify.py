@@ -150,11 +150,9 @@ def verify(
     loss.
     """
     worlds = worlds or worlds_over(backend)
-    plain = None if make else PlainForward(shape, dropout, z_loss)
-    make, layouts = (
-        make or partial(build_model, shape, dropout=dropout),
-        tuple(layouts),
-    )
+    shape = replace(shape, dropout=dropout)
+    plain = None if make else PlainForward(shape, z_loss)
+    make, layouts = make or partial(build_model, shape), tuple(layouts)
     own = own_forward(make)
     make = partial(with_z_loss, make, z_loss) if z_loss else make
     known, model = logged(log), make()

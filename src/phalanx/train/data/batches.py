@@ -66,6 +66,7 @@ class Batches:
     vocab: int = 0
     packing: str = ""
     origin: int = 0
+    noisy: bool = False  # for a model with dropout
     # Of pairs: the reference model's margin of each, those that are trained on first.
     margins: NDArray[np.float64] | None = field(default=None, compare=False)
 
@@ -192,7 +193,20 @@ class Batches:
             taken.append(
                 (cut, Permutation(cut.count, self.seed, epoch)[index])
             )
-        return self._stacked(taken)
+        batch = self._stacked(taken)
+        if self.noisy:
+            batch["noise"] = self._noise(step, rows or slice(None))
+        return batch
+
+    def _noise(self, step: int, rows: slice) -> Tensor:
+        """Return the noise of each token, from its place in the step's whole batch."""
+        import torch
+
+        from ...models import token_noise
+
+        every = torch.arange(self.size * self.sequence)
+        tokens = every.view(self.size, self.sequence)[rows]
+        return token_noise(self.seed, step, tokens)
 
     # ---- pairs of answers
 
