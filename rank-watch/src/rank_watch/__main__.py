@@ -13,6 +13,7 @@ from .outside import described, snapshot
 
 
 def main(arguments: list[str]) -> int:
+    # A folder may not begin with "-", which leaves room for options.
     if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
         print((__doc__ or "").strip(), file=sys.stderr)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
@@ -31,6 +32,8 @@ def main(arguments: list[str]) -> int:
         print(
             f"\nmore ranks run on {', '.join(seen.elsewhere)}: run the command there"
         )
+    # As the exit code of a health check: a script can act on it without
+    # reading the text.
     return 1 if found.hangs else 0
 
 

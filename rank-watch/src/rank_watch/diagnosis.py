@@ -60,6 +60,8 @@ class Limits:
     def of(cls, ranks: Sequence[RankState], timeout: float) -> "Limits":
         longest = max((r.longest for r in ranks), default=0.0)
         device = max((r.device_longest for r in ranks), default=0.0)
+        # Too few waits have ended to know how long this GPU's healthy ones
+        # take.
         if max((r.device_waits for r in ranks), default=0) < DEVICE_KNOWN:
             device = max(device, DEVICE_LEAST - timeout)
         return cls(timeout, longest, device)
@@ -69,6 +71,8 @@ class Limits:
         return self.timeout + self.longest
 
     def of_rank(self, r: RankState) -> float:
+        # A GPU's queue and the rank's own operations take different times, so
+        # each has its own longest.
         plain = self.timeout + (self.device if r.on_device else self.longest)
         if r.phase in KNOWN:
             return max(plain, patience(self.timeout) + self.longest)
@@ -88,15 +92,19 @@ def diagnose(
     watchers do not answer."""
     world = {r.rank: r for r in ranks}
     awaited = {r.rank: waited_for(r, world) for r in ranks}
+    # The timeout counts from the longest operation seen, as a run of long
+    # steps is healthy.
     limits = Limits.of(ranks, timeout)
     live = [r for r in ranks if not r.over]
     late = [r for r in live if r.still > limits.of_rank(r)]
     stuck = [r for r in ranks if _is_cause(r, world, awaited, limits)]
+    # Deadlock: nobody alive makes progress, and everybody waits for somebody.
     all_wait = (
         bool(live) and late == live and all(awaited[r.rank] for r in live)
     )
     # A rank waits for one on a host that nothing is known about.
     lost = missing and any(_waits_beyond(r, world, awaited) for r in late)
+    # A debugger stops one rank, and so all that wait for it: that is no hang.
     traced = any(r.traced for r in live)
     if traced or not (stuck or all_wait or lost):
         notices = tuple(_notices(live, limits))
@@ -123,6 +131,8 @@ def _headline(
     ranks: Sequence[RankState], live: Sequence[RankState], limits: Limits
 ) -> str:
     step = max((r.step for r in live), default=0)
+    # `held` too: a stopped rank makes no progress, although its clock is
+    # halted.
     idle = max(
         (max(r.still, r.held) for r in ranks if r.phase not in OVER),
         default=0.0,
@@ -131,6 +141,8 @@ def _headline(
     if any(r.on_device for r in live):
         longest = (
             f"longest time without progress of a GPU {limits.device:.1f} s"
+            # Both terms of the limit, so that a reader can choose a better
+            # timeout.
         )
     terms = f"timeout {limits.timeout:g} s, {longest}"
     return f"the run hangs at step {step + 1}: no progress for {idle:.0f} s ({terms})"
@@ -162,6 +174,7 @@ def _notices(
 def waited_for(r: RankState, world: World) -> tuple[int, ...]:
     """Return the ranks that a rank waits for; the rank itself if it waits for its GPU
     for unknown reasons."""
+    # Stopped or ended, it waits for nobody: it can only be the cause.
     if r.over or r.state in "Tt":
         return ()
     if r.on_device:
@@ -170,7 +183,11 @@ def waited_for(r: RankState, world: World) -> tuple[int, ...]:
         return ()
     call = r.call
     if call is None:
+        # Its call is not among the known ones, so nothing tells whom it waits
+        # for.
         return (r.rank,)
+    # A message has one possible culprit, a collective all members that are
+    # late.
     if call.peer >= 0:
         return (call.peer,)
     others = [m for m in call.group[1] if m != r.rank]
@@ -179,6 +196,8 @@ def waited_for(r: RankState, world: World) -> tuple[int, ...]:
     unknown = [m for m in others if m not in world]
     # All have made it: one that is not waiting may have to advance its part.
     idle = [m for m in known if world[m].waits == 0]
+    # The best evidence there is: late members, then those that nothing is
+    # known about, then idle ones.
     return tuple(absent or unknown or idle or others)
 
 
@@ -195,10 +214,14 @@ def _device_waits_for(r: RankState, world: World) -> tuple[int, ...]:
         for group, count in o.made
         if r.rank in group[1] and count < mine.get(group, 0)
     ]
+    # Hosts that have queued fewer calls of a common group; without any, all
+    # whose ranks do not wait for GPUs.
     if others:
         return tuple(dict.fromkeys(behind)) or tuple(o.rank for o in others)
     if r.flights:
         late = _behind_in_flight(r, world)
+        # NCCL's record is more exact than the hosts' calls, as hosts run ahead
+        # of their GPUs.
         inside = any(flight.started > flight.ended for flight in r.flights)
         # A GPU outside every NCCL call is stuck in its own work.
         return late or ((r.rank,) if inside else ())
@@ -215,6 +238,7 @@ def _behind_in_flight(r: RankState, world: World) -> tuple[int, ...]:
     """Return the ranks whose GPUs have not started a call that this rank's GPU is
     in."""
     late = set[int]()
+    # Only calls that this GPU has started and not ended.
     for mine in r.flights:
         for member in mine.ranks if mine.started > mine.ended else ():
             theirs = world[member].flights if member in world else ()
@@ -234,7 +258,10 @@ def _behind_in_flight(r: RankState, world: World) -> tuple[int, ...]:
 def has_made(r: RankState, call: Made) -> bool:
     """True if a rank has made this collective of one of its groups."""
     counts = dict(r.made)
+    # Counts cover every call since the start; the ring below only the last
+    # 1,024.
     if call.group in counts:
+        # A count of 3 means that calls 0, 1 and 2 have been made.
         return counts[call.group] > call.nth
     seen = [c.nth for c in r.calls if c.group == call.group and c.peer < 0]
     return max(seen, default=-1) >= call.nth
@@ -248,6 +275,7 @@ def _has_matched(r: RankState, waiter: RankState, call: Made) -> bool:
         for c in r.calls
         if c.group == call.group
         and c.peer == waiter.rank
+        # A send matches a receive: the two sides count the same messages.
         and c.sends != call.sends
     )
     return max(sides, default=-1) >= call.nth
@@ -268,8 +296,12 @@ def _is_cause(
     r: RankState, world: World, awaited: Awaited, limits: Limits
 ) -> bool:
     if r.over:
+        # Ended with others still waiting: it left the program early, or they
+        # do one call too many.
         waiting = (o for o in world.values() if r.rank in awaited[o.rank])
         return any(o.still > limits.plain for o in waiting)
+    # Somebody examines it, or does not read its output; neither is the
+    # program's fault.
     if r.traced or r.output:
         return False
     if r.state == "T":
@@ -296,10 +328,14 @@ def _cause(
     calls = [
         o.call for o in ranks if r.rank in awaited[o.rank] and o.rank != r.rank
     ]
+    # Every waiter waits in the same call, as a rule; the first that is known
+    # names it.
     call = next((c for c in calls if c is not None), None)
     should = f" should be in {call};" if call else ":"
     yield f"rank {r.rank}{should} {r.where}"
     if r.doing:
+        # A thread that holds the GIL, such as a C extension in a loop, shows
+        # as a rank without heartbeat.
         lock = (
             "; it holds the interpreter's lock"
             if r.locked and r.state != "T"
@@ -315,6 +351,8 @@ def _frames(r: RankState, most: int) -> list[str]:
 
 def _waiters(ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
     """Yield one line for all ranks that wait for the same ranks in the same call."""
+    # A line for each wait rather than each rank: a thousand ranks may wait in
+    # the same call.
     alike: dict[str, list[RankState]] = {}
     for r in ranks:
         if awaited[r.rank]:
@@ -336,6 +374,7 @@ def span(ranks: Sequence[int]) -> str:
     """Format ranks: rank 3; ranks 0-2, 5."""
     if not ranks:
         return ""
+    # Runs of consecutive numbers: [[0, 2], [5, 5]] -> "ranks 0-2, 5".
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -351,6 +390,8 @@ def _deadlock(
     live: Sequence[RankState], world: World, awaited: Awaited
 ) -> Iterator[str]:
     """Explain why all ranks wait for each other."""
+    # In the order of certainty: GPUs, calls that differ, the network, and a
+    # call that one rank lacks.
     complete = [r for r in live if _is_complete(r, world)]
     different = list(_difference(live))
     if live and all(r.on_device for r in live):
@@ -362,6 +403,7 @@ def _deadlock(
         yield from _network(complete, world)
     else:
         yield from _absence(live, world, awaited)
+    # Two stacks are enough to see the code; the rest is in the file.
     for r in [r for r in live if r.stack][:2]:
         yield f"rank {r.rank}:"
         yield from _frames(r, 3)
@@ -379,6 +421,7 @@ def _devices(live: Sequence[RankState]) -> Iterator[str]:
     yield f"all ranks wait for their GPUs, which make no progress: look at the GPUs{between}"
     at: dict[str, list[int]] = {}
     for r in live:
+        # The last call of the operation, as the GPU may be anywhere in it.
         calls = [str(call) for call in r.calls if call.op == r.device_op][-1:]
         at.setdefault(calls[0] if calls else r.device_op, []).append(r.rank)
     for what, ranks in list(at.items())[:_CAUSES]:
@@ -422,6 +465,7 @@ def _difference(
     sides: dict[tuple[GroupKey, int], dict[str, list[tuple[int, int]]]] = {}
     for r in live:
         for call in r.calls:
+            # Messages have no common number among the members of a group.
             if call.peer >= 0 or only not in (None, call.group):
                 continue
             text = (
@@ -430,6 +474,8 @@ def _difference(
             of_call = sides.setdefault((call.group, call.nth), {})
             of_call.setdefault(text, []).append((call.number, r.rank))
     differ = [
+        # By the ranks' own numbering of calls: the earliest difference is
+        # shown, as later ones follow from it.
         (
             min(number for who in made.values() for number, _ in who),
             group,
@@ -441,6 +487,8 @@ def _difference(
     ]
     if differ:
         _, group, nth, made = min(differ, key=lambda each: each[0])
+        # Equal texts may stem from different layers: within the group the
+        # operations are compared, too.
         if not only and (detailed := list(_difference(live, group))):
             yield detailed[0]
             return

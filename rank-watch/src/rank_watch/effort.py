@@ -18,6 +18,7 @@ BYTES, BYTES_RATE = (
     4096,
 )  # bytes, and bytes a second, of threads that are not the rank's own
 EVERY = 0.5  # seconds between two samples: each reads a file per thread
+# /proc counts processor time in ticks, usually of 10 ms.
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -42,6 +43,8 @@ class Effort:
         # the rank's own thread, and its heartbeat thread
         self.thread = self.heartbeat = 0
         self._looked = now
+        # Two baselines: a sample that shows computing must not restart the
+        # count of bytes, and vice versa.
         self._computed = self._moved = self._sample(now)
         self._begins = False
 
@@ -58,6 +61,7 @@ class Effort:
         sample = self._sample(now)
         if self._begins:
             self._begins = False
+            # The old baseline belongs to an earlier phase.
             self._computed = self._moved = sample
             return
         seconds = now - self._computed.at
@@ -72,6 +76,8 @@ class Effort:
             self._computed = sample
         seconds = now - self._moved.at
         moved = sample.moved - self._moved.moved
+        # Any byte or call of the rank's own thread counts; other threads,
+        # which may only log, must reach a rate.
         if (
             sample.own != self._moved.own
             or moved > BYTES + BYTES_RATE * seconds
@@ -85,6 +91,7 @@ class Effort:
 
     def _sample(self, now: float) -> _Sample:
         computed = _seconds(f"/proc/{self.pid}", 4) + self._of_children()
+        # The heartbeat would otherwise keep a stuck rank alive.
         if self.heartbeat:
             computed -= _seconds(f"/proc/{self.pid}/task/{self.heartbeat}", 2)
         moved = _counters(f"/proc/{self.pid}/io")
@@ -98,6 +105,8 @@ class Effort:
     def _of_children(self) -> float:
         """Return the CPU time of processes that the rank started, such as compilers,
         without the watcher."""
+        # The watcher is a child of one of the ranks, and computes as long as
+        # it watches.
         total, found = 0.0, _children(self.pid)
         seen = {os.getpid()}
         while found:
@@ -112,6 +121,8 @@ class Effort:
 def _seconds(path: str, fields: int) -> float:
     """Return the CPU seconds of a process or thread; with 4 fields including its ended
     children."""
+    # utime and stime, then cutime and cstime: indices count from the field
+    # after the name.
     times = stat_of(path)[11 : 11 + fields]
     return _TICK * sum(map(int, times))
 
@@ -121,6 +132,8 @@ def _counters(path: str) -> int:
     with suppress(OSError, IndexError, ValueError):
         return sum(
             int(line.split()[1])
+            # rchar, wchar, syscr, syscw, read_bytes and write_bytes, without
+            # cancelled_write_bytes.
             for line in Path(path).read_text().splitlines()[:6]
         )
     return 0

@@ -61,7 +61,10 @@ def answers(
     for host in hosts:
         with suppress(OSError, ValueError, KeyError):
             table = parse_object(folder.read(f"{host}{ANSWER}").raw)
+            # Both times are of the file server's clock: modification times of
+            # `asked`.
             at = whole(table["asked"], LAST)
+            # An earlier start of the same run leaves its answers behind.
             if table["start"] == start and (at == LAST or asked - at < FRESH):
                 found[host] = at, unpack(table, host)
     return found
@@ -116,6 +119,8 @@ class Elsewhere:
         """Return everything known so far. The first call starts asking."""
         if not self.hosts:
             return Others()
+        # A pause in the questions: silence before it tells nothing about the
+        # hosts.
         if now - self._wanted > 3 * ASK_EVERY:
             self._since = now
         self._wanted = now
@@ -126,6 +131,8 @@ class Elsewhere:
             self._thread.start()
         heard = {
             host: each
+            # Answers from before this series of questions may be of a host
+            # that has gone since.
             for host, each in list(self._heard.items())
             if each.at >= self._since
         }
@@ -135,6 +142,7 @@ class Elsewhere:
             if now - each.at < RECENT
             for r in each.ranks
         ]
+        # A host that has never answered is silent since the series began.
         last = {
             host: heard[host].at if host in heard else self._since
             for host in self.hosts
@@ -145,6 +153,8 @@ class Elsewhere:
         known = [
             host for host, each in heard.items() if now - each.at < RECENT
         ]
+        # Neither silent for long enough to be missing, nor heard: the
+        # diagnosis waits for them.
         pending = [
             host for host in self.hosts if host not in (*missing, *known)
         ]
@@ -154,6 +164,7 @@ class Elsewhere:
         asked = 0.0
         while True:
             now = time.monotonic()
+            # Nobody has wanted to know for a while: no files are read.
             if now - self._wanted < ASK_EVERY:
                 if now - asked > ASK_EVERY:
                     asked = now
@@ -162,6 +173,8 @@ class Elsewhere:
                     self.folder, self.hosts, self.start
                 ).items():
                     known = self._heard.get(host)
+                    # Only new content counts as a sign of life; a file stays
+                    # when its host is down.
                     if (
                         known is None
                         or at == LAST
@@ -184,6 +197,7 @@ def answer_for_ever(
         time.sleep(_ANSWER_EVERY)
         with suppress(OSError, ValueError):
             asked = folder.read(ASKED).written
+            # At most one answer to each question, however many ask.
             if asked != answered:
                 answer(folder, host, start, asked, states())
                 answered = asked

@@ -53,12 +53,16 @@ def parse_flights(raw: bytes) -> tuple[Flight, ...]:
     with suppress(Untrusted, KeyError, TypeError, AttributeError):
         table = parse_object(raw)
         for entry in items(table["entries"][-_MOST:], _MOST):
+            # Messages have numbers of their own, which members other than the
+            # two do not share.
             if entry.get("is_p2p") is not False:
                 continue
             name, group = (
                 line(each, 200) for each in items(entry["process_group"], 2)
             )
             number = whole(entry["collective_seq_id"])
+            # By description and members: several groups may have the same
+            # description.
             key = group or name, _ranks_of(table, name)
             known = found.get(key, Flight(*key, 0, 0, 0))
             found[key] = _with(
@@ -72,6 +76,8 @@ def parse_flights(raw: bytes) -> tuple[Flight, ...]:
 
 def _state(entry: Mapping[str, Any]) -> int:
     """Return 0 for queued, 1 for started, 2 for ended."""
+    # Retired entries have ended, even if the record never saw the state
+    # change.
     if entry.get("retired") is True:
         return 2
     return _STATES.index(entry["state"]) if entry["state"] in _STATES else 0
@@ -79,6 +85,7 @@ def _state(entry: Mapping[str, Any]) -> int:
 
 def _with(known: Flight, number: int, state: int, name: str) -> Flight:
     """Add a call to a group's calls; it was queued after the known ones."""
+    # The first call that has not ended is where the GPU is.
     first = (
         name.removeprefix("nccl:")
         if state < 2 and not known.name
@@ -99,6 +106,7 @@ def _ranks_of(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
     say."""
     with suppress(KeyError, TypeError, ValueError):
         ranks = table["pg_config"][name]["ranks"]
+        # A list, or a text such as "[0, 1]".
         parsed = json.loads(ranks) if isinstance(ranks, str) else ranks
         return tuple(whole(rank, 0, _RANKS) for rank in items(parsed, 1 << 16))
     return ()
@@ -106,5 +114,6 @@ def _ranks_of(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 def flight_lines(flights: tuple[Flight, ...]) -> list[str]:
     """Format the groups as lines, those with pending calls first."""
+    # False sorts first: groups with pending calls.
     order = sorted(flights, key=lambda each: each.queued <= each.ended)
     return [f"      NCCL, {each}" for each in order[:_SHOWN]]

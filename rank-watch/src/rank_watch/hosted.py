@@ -36,6 +36,7 @@ class RankProcess:
 
     @classmethod
     def parse(cls, table: Any) -> "RankProcess":
+        # The order of the entries in `__str__`.
         rank, pid, started, files = items(table, 4)
         paths = tuple(line(path, 64) for path in items(files, 8))
         return cls(
@@ -107,6 +108,7 @@ class Hosted:
 def host_name(value: Any) -> str:
     """Check the name of a host; refuse one that could lead out of a folder."""
     name = line(value, 200)
+    # No slash and no leading dot: "../x" and ".hidden" are refused.
     if not re.fullmatch(r"\w[\w.#-]*", name, re.ASCII):
         raise Untrusted("not the name of a host")
     return name
@@ -115,6 +117,8 @@ def host_name(value: Any) -> str:
 def entries_of(folder: RanksFolder) -> list[str]:
     """List the files in which hosts record their ranks."""
     names = [name for name in folder.names() if name.endswith(_ENTRY)]
+    # HOST.json, but neither HOST.answer.json nor the hidden file of a write in
+    # progress.
     return [
         name
         for name in names

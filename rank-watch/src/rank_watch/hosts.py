@@ -39,7 +39,11 @@ class RankHome:
         memory."""
         if self.process.rank == other.process.rank:
             return True
+        # Equal places are necessary, as process numbers of another namespace
+        # mean other processes.
         return (
+            # The proof: only a process of this host has the random number in
+            # its memory.
             self.place == other.place
             and _token_of(other.process) == other.token
         )
@@ -67,11 +71,13 @@ def place() -> str:
     with suppress(OSError):
         shared = os.stat("/dev/shm")
         parts.append(f"{shared.st_dev}:{shared.st_ino}")
+    # Without /proc only the name can tell hosts apart.
     return " ".join(parts) or socket.gethostname()
 
 
 def machine_name() -> str:
     """Return this machine's name in a form that can be part of a file name."""
+    # The name becomes part of a file's name in the run's folder.
     name = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII)
     return name.lstrip(".-")[:64] or "host"
 
@@ -83,6 +89,8 @@ def hosts_of(
     can read."""
     hosts: list[list[RankHome]] = []
     for rank, home in enumerate(homes):
+        # Joins the first host whose first rank it can read and that can read
+        # it; else it is a new host.
         for members in hosts:
             first = members[0].process.rank
             if first in sees[rank] and rank in sees[first]:
@@ -105,6 +113,8 @@ def _names(homes: Sequence[RankHome]) -> list[str]:
     for home in homes:
         name = home.machine
         if machines[name] > 1:
+            # Cloned machines: the place tells them apart, and a number those
+            # that share even that.
             name += f"-{hashlib.sha256(home.place.encode()).hexdigest()[:6]}"
         used[name] += 1
         names.append(f"{name}#{used[name]}" if used[name] > 1 else name)

@@ -47,6 +47,7 @@ def snapshot(
     states, here, notices = list[RankState](), set[str](), list[str]()
     seen = set[int]()  # process ids: a file may name one many times
     for hosted, file in files:
+        # At most `_MOST` processes in all, whatever the files claim.
         entries = [entry for entry in hosted.ranks if entry.pid not in seen][
             : _MOST - len(seen)
         ]
@@ -54,6 +55,8 @@ def snapshot(
         watched = list(_watched(hosted, entries, file, notices))
         if watched:
             here.add(hosted.host)
+            # A signal interrupts the process: only one whose owner also owns
+            # the folder is asked.
             asks = stacks and _may_signal(ranks_folder, file)
             states += _states(watched, seconds, stacks=asks)
     newest = _newest(files)
@@ -69,6 +72,8 @@ def snapshot(
 def described(seen: Snapshot) -> tuple[Diagnosis, list[str]]:
     """Explain why the observed ranks make no progress, if so; and return lines that
     show each of them."""
+    # A timeout of 0 ends nothing; a reader still wants to know whether the run
+    # stands still.
     found = diagnose(seen.ranks, seen.timeout or 60.0)
     lines = (
         [*found.lines]
@@ -85,6 +90,7 @@ def _hosted(folder: RanksFolder) -> Iterator[tuple[Hosted, SmallFile]]:
         with suppress(OSError, ValueError):
             file = folder.read(name, _SMALL)
             hosted = Hosted.parse(file.raw)
+            # A file under another name is not one that a host wrote.
             if hosted.name == name:
                 yield hosted, file
 
@@ -115,6 +121,8 @@ def _watched(
         except OSError:  # it has ended, or is not a process
             continue
         else:
+            # What the ranks say of themselves is shown, but marked as somebody
+            # else's words.
             if file.owner != me:
                 notices.append(
                     f"the run belongs to user {file.owner}: what is shown of it is what that user's"
@@ -132,6 +140,8 @@ def _may_signal(folder: RanksFolder, file: SmallFile) -> bool:
 def _states(
     watched: Sequence[WatchedRank], seconds: float, *, stacks: bool
 ) -> Iterator[RankState]:
+    # Asked first, as the answers take time; they are read after the
+    # observation.
     begins = [r.reader.ask_for_stacks() if stacks else -1 for r in watched]
     begun = time.monotonic()
     while time.monotonic() < begun + seconds:
@@ -144,6 +154,7 @@ def _states(
             words, now = r.reader.words(), time.monotonic()
             # no progress during the observation
             if r.since <= begun and words[SINCE] > 0:
+                # Milliseconds in the page, seconds here.
                 r.since = min(r.since, words[SINCE] / 1e3)
             r.longest = max(r.longest, words[LONGEST] / 1e3)
             r.device_longest = max(

@@ -122,6 +122,7 @@ class Positions:
             threading.get_ident(),
             threading.get_native_id(),
         )
+        # -1: no text.
         self.words[OP] = self.words[DEVICE_AT] = -1
         self.words[PHASE] = PHASES.index("starting")
         self.begun = self._since = time.monotonic()
@@ -159,6 +160,8 @@ class Positions:
             if self.flight is not None and words[ASKS] != words[ANSWERS]:
                 given = (self.flight, words[ASKS])
                 self.flight = None  # requested only once: then the run ends
+                # In a thread of its own, so that the heartbeat goes on even if
+                # the record takes long.
                 threading.Thread(
                     target=self._record_flight, args=given, daemon=True
                 ).start()
@@ -166,6 +169,7 @@ class Positions:
     def _record_flight(self, flight: Callable[[], bytes], number: int) -> None:
         with suppress(OSError, RuntimeError, TypeError):
             os.pwrite(self._files[2], flight(), 0)
+        # Last, so that a reader never sees half a record.
         self.words[ANSWERS] = number
 
     @contextmanager
@@ -185,8 +189,11 @@ class Positions:
         for text in texts:
             line = json.dumps(text).encode() + b"\n"
             end = LOG + self.words[TEXTS]
+            # A full log drops texts: a reader shows "" for numbers beyond its
+            # end.
             if end + len(line) <= SIZE:
                 self._bytes[end : end + len(line)] = line
+                # The length last: a reader never sees half a line.
                 self.words[TEXTS] += len(line)
                 self._lines += 1
         return first
@@ -194,6 +201,8 @@ class Positions:
     def group(self, name: str, ranks: Sequence[int]) -> int:
         """Number a group of ranks."""
         self._groups += 1
+        # Groups share the log of texts, so that a reader learns both in the
+        # order of their numbers.
         self.texts([f"group {self._groups} {json.dumps([name, list(ranks)])}"])
         return self._groups
 
@@ -205,24 +214,31 @@ class Positions:
         words = self.words
         number = words[CALLS] + 1
         if peer < 0:
+            # Groups beyond 1,024 share counters; a reader keeps no group
+            # beyond them.
             place = group % GROUPS
             nth = self._counts[place]
             self._counts[place] = nth + 1
         else:
+            # One counter for each direction and peer: negative for receives.
             channel = group, peer if sends else -1 - peer
             nth = self._messages.get(channel, 0)
             self._messages[channel] = nth + 1
+            # The direction is the lowest bit of a peer's word.
             peer = 2 * peer + sends
         at = RING + number % CALLS_KEPT * CALL.size
         CALL.pack_into(
             self._map, at, number, group, text, words[OP], peer, nth
         )
+        # Last: the call is complete in the ring before CALLS names it.
         words[CALLS] = number
         return number
 
     @contextmanager
     def operation(self, text: str) -> Iterator[None]:
         """Mark the current operation in the block, such as `forward` or `layer 3`."""
+        # Looked up first: a training step marks the same operations again and
+        # again.
         if (number := self.call_texts.get((text,))) is None:
             number = self.call_texts[text,] = self.texts([text])
         before, self.words[OP] = self.words[OP], number
@@ -255,6 +271,7 @@ class Positions:
     def _pass(self) -> None:
         """Add the time since the last transition to the phase that ends here."""
         now, name = time.monotonic(), PHASES[self.words[PHASE]]
+        # Monotonic seconds by phase; a phase within another one interrupts it.
         self._spent[name] = self._spent.get(name, 0.0) + now - self._since
         self._since = now
 
@@ -269,7 +286,9 @@ class Positions:
     def phase(self, name: str, note: str = "") -> Iterator[None]:
         """Mark the phase in the block, and what it works on."""
         before = self.words[PHASE], self.words[OP]
+        # 8 bytes of the room hold the length.
         raw = note.encode(errors="replace")[: ROOM - 8]
+        # Bytes, then the length, then the phase that refers to them.
         self._bytes[NOTE + 8 : NOTE + 8 + len(raw)] = raw
         self._bytes[NOTE : NOTE + 8] = len(raw).to_bytes(8, "little")
         self._pass()
@@ -278,6 +297,7 @@ class Positions:
             yield
         finally:
             self._pass()
+            # The outer phase and its operation go on.
             self.words[PHASE], self.words[OP] = before
 
     def close(self, how: str) -> None:
@@ -285,10 +305,13 @@ class Positions:
         self.words[PHASE] = PHASES.index(how)
         self._stop.set()
         if self._files[1] >= 0:
+            # Unregistered, because the file is closed when the rank goes.
             faulthandler.unregister(STACKS)
 
 
 def _nameless(name: str, size: int) -> int:
+    # Linux alone has memfds; elsewhere the memory stays private and nobody
+    # watches.
     if not hasattr(os, "memfd_create"):
         return -1
     file = os.memfd_create(name)

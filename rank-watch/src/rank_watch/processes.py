@@ -27,6 +27,7 @@ _AARCH64 = """
 
 
 def _named(table: str) -> dict[str, str]:
+    # "0 read, 1 write" -> {"0": "read", "1": "write"}
     pairs = (each.split(None, 1) for each in table.split(","))
     return {number: name.strip() for number, name in pairs}
 
@@ -87,9 +88,12 @@ class Process:
         """Send a signal to this process and to no other; return False if that is
         impossible."""
         with suppress(OSError):
+            # With a pidfd the signal cannot reach another process that has
+            # taken over the number.
             if self._descriptor >= 0:
                 signal.pidfd_send_signal(self._descriptor, number)
                 return True
+            # Without one, a process could still end between these two lines.
             if not self.gone:
                 os.kill(self.pid, number)
                 return True
@@ -127,6 +131,7 @@ def started_at(pid: int) -> int:
     if pid <= 0:
         return 0
     fields = stat_of(f"/proc/{pid}")
+    # Z: a zombie, X: dead. Field 19 after the name is the start time.
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
@@ -135,6 +140,7 @@ def stat_of(path: str) -> list[str]:
     process has ended."""
     with suppress(OSError):
         text = Path(path, "stat").read_text(errors="replace")
+        # The last parenthesis: a process may have ")" in its name.
         return text.rpartition(")")[2].split() or ["X"]
     return ["X"]
 
@@ -164,12 +170,14 @@ def catches(pid: int, number: int) -> bool:
     """True if a process has a handler for a signal; without one the signal may end
     it."""
     caught = int(status_of(pid).get("SigCgt", "0"), 16)
+    # Bit n - 1 of the mask stands for signal n.
     return bool(caught >> (number - 1) & 1)
 
 
 def memory_held(pid: int) -> int:
     """Return the bytes of host memory that a process holds."""
     with suppress(OSError, IndexError, ValueError):
+        # The second number is the resident set, in pages.
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -201,6 +209,7 @@ def _system_call(pid: int, thread: int) -> str:
             with suppress(OSError):
                 of = f" of {os.readlink(f'/proc/{pid}/fd/{arguments[0]}')}"
         return f" in {name}{of}"
+    # A hidden call still has a kernel function, such as futex_wait_queue.
     channel = _channel(pid, thread)
     return f" in {channel}" if channel else ""
 
@@ -213,6 +222,7 @@ def system_call_of(pid: int, thread: int) -> tuple[str, tuple[int, ...]]:
     """
     with suppress(OSError, ValueError):
         text = Path(f"/proc/{pid}/task/{thread}/syscall").read_text()
+        # "-1" is a thread that sleeps outside any call.
         call, *values = text.split()
         if call not in ("running", "-1") and _CALLS:
             arguments = tuple(int(value, 16) for value in values)
@@ -245,6 +255,7 @@ def unread_output(pid: int) -> str:
 
     Any thread counts: the others may wait for a lock that it holds.
     """
+    # By target, as a process may hold the same pipe under several numbers.
     streams = {
         target: number
         for number in _STREAMS
@@ -258,11 +269,14 @@ def unread_output(pid: int) -> str:
                 number = streams.get(
                     os.readlink(f"/proc/{pid}/fd/{arguments[0]}")
                 )
+        # The kernel hides the call: a full stream and a thread asleep in a
+        # write are the evidence.
         elif not name and _channel(pid, thread) in _WRITES_IN_KERNEL:
             full = (each for each in streams.values() if _is_full(pid, each))
             number = next(full, None)
         if number is not None:
             target = _stream(pid, number).partition(":")[0]
+            # "standard output, a pipe", but "standard output, /dev/pts/3".
             return f"{_STREAMS[number]}, {'a ' * (target[0] != '/')}{target}"
     return ""
 
@@ -296,6 +310,8 @@ def accepts(file: int, milliseconds: int | None = None) -> bool:
 def _is_full(pid: int, number: int) -> bool:
     """True if an output stream accepts no more data at present."""
     with suppress(OSError):
+        # Opened anew: O_NONBLOCK on the process's own descriptor would change
+        # it for the process.
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         file = os.open(f"/proc/{pid}/fd/{number}", flags)
         try:

@@ -68,6 +68,8 @@ class RankState:
     def on_device(self) -> bool:
         """True if it waits for its own GPU: for a result, or for room in the GPU's
         queue."""
+        # `locked` rules out the second case: the heartbeat that reports the
+        # GPU does not run.
         queued = self.waits == 0 and self.device_op != "" and not self.locked
         return (self.waits == DEVICE or queued) and not self.over
 
@@ -122,6 +124,7 @@ class RankState:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as a table for `--json`."""
+        # The last calls alone, and no counts of every group.
         table = asdict(replace(self, calls=self.calls[-CALLS_SENT:], made=()))
         del table["made"]
         return table
@@ -138,6 +141,8 @@ def pack(states: Sequence[RankState]) -> dict[str, Any]:
 
     Each group is stored once: at 1,024 ranks one takes 5 kB.
     """
+    # In the order of first use; calls and counts below refer to groups by
+    # number.
     groups: dict[GroupKey, int] = {}
 
     def number_of(group: GroupKey) -> int:
@@ -196,6 +201,8 @@ def _state(table: Any, groups: Sequence[GroupKey], host: str) -> RankState:
     made = [items(each, 2) for each in items(table["made"], 2 * GROUPS)]
     return RankState(
         rank=whole(table["rank"], 0, MOST_RANKS),
+        # The host is the one that the file's name states, not what the file
+        # says.
         host=host,
         pid=whole(table["pid"]),
         step=whole(table["step"], -LARGEST),

@@ -20,12 +20,14 @@ ASKED = (
 )
 LARGEST = 1 << 23  # maximum bytes of a file
 _MOST_FILES = 1 << 14
+# O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
 _READ = (
     os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 )
 _APPEND = (
     os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 )
+# O_EXCL and O_NOFOLLOW: never a file that somebody has put there.
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -49,6 +51,8 @@ class RanksFolder:
     @contextmanager
     def _opened(self) -> Iterator[int]:
         with opened_folder(self.out) as outer:
+            # Relative to the outer folder's descriptor, so that replacing a
+            # path in between has no effect.
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             folder = os.open(FOLDER, flags, dir_fd=outer)
         try:
@@ -60,6 +64,7 @@ class RanksFolder:
         """Create the folder; a link in its place is removed."""
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / FOLDER
+        # A link could lead the watcher's files anywhere.
         if path.is_symlink():
             path.unlink()
         path.mkdir(exist_ok=True)
@@ -79,6 +84,8 @@ class RanksFolder:
             os.scandir(folder) as entries,
         ):
             for entry in entries:
+                # Anybody may fill the folder; the limit bounds time and
+                # memory.
                 if len(names) == _MOST_FILES:
                     break
                 names.append(entry.name)
@@ -91,11 +98,13 @@ class RanksFolder:
             # Opened even to get its time alone: that makes NFS ask the server again.
             file = os.open(name, _READ, dir_fd=folder)
         with os.fdopen(file, "rb") as opened:
+            # Checked on the open file: the path may mean another one by now.
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or status.st_size > most:
                 raise OSError(
                     f"{name} is not a regular file of at most {most:,} bytes"
                 )
+            # One byte more shows a file that has grown since.
             raw = opened.read(most + 1)
         if len(raw) > most:
             raise OSError(f"{name} has more than {most:,} bytes")
@@ -123,12 +132,14 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 def replace_file(folder: int, name: str, text: str) -> None:
     """Replace a file of an open folder atomically, even if it is a link."""
+    # Hidden and random, so that neither readers nor other writers meet it.
     beside = f".{name}.{secrets.token_hex(8)}"
     file = os.open(beside, _MAKE, 0o644, dir_fd=folder)
     try:
         with os.fdopen(file, "w", encoding="utf-8") as opened:
             opened.write(text)
         os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    # Also after Ctrl-C: a hidden file would stay forever.
     except BaseException:
         with suppress(OSError):
             os.unlink(beside, dir_fd=folder)

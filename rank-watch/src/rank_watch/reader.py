@@ -104,12 +104,15 @@ class PositionReader:
                     f"process {process.pid} is not a rank of user {owner}"
                 )
             for path, what in zip(paths, FILES, strict=True):
+                # Only the first file, and only by the watcher of the run
+                # itself.
                 access = (
                     os.O_RDWR if writes and not self._files else os.O_RDONLY
                 )
                 self._files.append(
                     _open_memory(process.pid, path, what, owner, access)
                 )
+            # A short file is refused now rather than at the first look.
             self.words()
         except (OSError, ValueError) as error:
             self.close()
@@ -131,6 +134,7 @@ class PositionReader:
     def words(self) -> tuple[int, ...]:
         """Return the current words of the page."""
         raw = os.pread(self._files[0], _PAGE.size, 0)
+        # The rank may have shrunk its file.
         if len(raw) < _PAGE.size:
             raise OSError("the memory of the rank is too short")
         return _PAGE.unpack(raw)
@@ -153,17 +157,20 @@ class PositionReader:
     @property
     def note(self) -> str:
         raw = os.pread(self._files[0], ROOM, NOTE)
+        # The rank may have written any length.
         length = min(int.from_bytes(raw[:8], "little"), ROOM - 8)
         return one_line(raw[8 : 8 + length].decode(errors="replace"))
 
     def text(self, number: int) -> str:
         with self._learning:
             end = min(self.word(TEXTS), SIZE - LOG)
+            # Only what was written since the last call is read.
             if end > self._read:
                 raw = os.pread(
                     self._files[0], end - self._read, LOG + self._read
                 )
                 self._read = end
+                # The last element is empty: every text ends with a newline.
                 for each in raw.split(b"\n")[:-1]:
                     self._learn(each)
         return self._texts[number] if 0 <= number < len(self._texts) else ""
@@ -186,6 +193,8 @@ class PositionReader:
             whole(rank, 0, MOST_RANKS) for rank in items(members, MOST_RANKS)
         )
         alike = line(name, TEXT), ranks
+        # Equal groups are told apart by their order, which is the same on all
+        # ranks.
         self._groups[number] = *alike, self._alike[alike]
         self._alike[alike] += 1
 
@@ -196,6 +205,7 @@ class PositionReader:
     def made(self) -> list[tuple[GroupKey, int]]:
         """Return the number of collectives that the rank has made on each of its
         groups."""
+        # Reads the log, so that all groups are known.
         self.text(0)
         raw = os.pread(self._files[0], RING - COUNTS, COUNTS)
         counts = [
@@ -203,6 +213,7 @@ class PositionReader:
         ]
         return [
             (group, max(0, counts[number % GROUPS]))
+            # Negative counts are not the work of a rank.
             for number, group in self._groups.items()
             if number % GROUPS < len(counts)
         ]
@@ -214,8 +225,11 @@ class PositionReader:
         raw = os.pread(self._files[0], LOG - RING, RING)
         for at in range(0, len(raw) - CALL.size + 1, CALL.size):
             number, group, text, op, peer, nth = CALL.unpack_from(raw, at)
+            # 0: this place of the ring was never written.
             if number and group in self._groups:
                 of = self._groups[group]
+                # The inverse of `Positions.call`: peer * 2 + sends, with the
+                # peer as an index in the group.
                 other = of[1][peer // 2] if 0 <= peer < 2 * len(of[1]) else -1
                 sends = peer >= 0 and bool(peer % 2)
                 made.append(
@@ -234,6 +248,8 @@ class PositionReader:
     def ask_for_stacks(self) -> int:
         """Request stacks from the process and return the offset where they will begin.
         It may be unable to answer."""
+        # Stacks are appended, so the offset tells this answer from earlier
+        # ones.
         begin = os.fstat(self._files[1]).st_size
         # without the fault handler the signal would end the process
         if self.phase not in OVER and catches(self.process.pid, STACKS):
@@ -262,7 +278,11 @@ class PositionReader:
         text = os.pread(self._files[1], 1 << 20, begin).decode(
             errors="replace"
         )
+        # As the fault handler writes thread ids: 16 hexadecimal digits,
+        # unsigned.
         mine = f"0x{self.word(THREAD) & (1 << 64) - 1:016x}"
+        # The thread that handled the signal is titled "Current thread", the
+        # others "Thread".
         for part in text.replace("\nCurrent thread", "\nThread").split(
             "\nThread "
         ):
@@ -270,6 +290,7 @@ class PositionReader:
                 frames = [
                     one_line(frame.strip()[:TEXT])
                     for frame in part.split("\n")[1:]
+                    # Frames of importlib say nothing about the program.
                     if frame.startswith("  File") and "<frozen" not in frame
                 ]
                 return frames[:FRAMES]
@@ -300,6 +321,8 @@ def _open_memory(
             )
         if not ours:
             raise OSError(f"{path} is not the memory of a rank")
+        # Through the descriptor just checked, so it is that file whatever the
+        # path means now.
         return os.open(f"/proc/self/fd/{found}", access | os.O_CLOEXEC)
     finally:
         os.close(found)

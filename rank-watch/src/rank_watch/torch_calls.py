@@ -60,6 +60,7 @@ def torch_calls(positions: Positions) -> Iterator[None]:
 
     recorder = _Recorder(positions, dist)
     before = {}
+    # Both modules: `dist` holds copies of the names, and c10d calls its own.
     for name in filter(partial(hasattr, c10d), (*COLLECTIVES, *MESSAGES)):
         before[name] = getattr(c10d, name)
         recorded = recorder.recorded(name, before[name])
@@ -88,15 +89,20 @@ class _Recorder:
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Recorded before the call, which may never return.
             number = self._record(name, signature, args, kwargs)
             if number is None:
                 return function(*args, **kwargs)
+            # `send` calls `isend`: only the outer call counts.
             self._thread.inside = True
             try:
+                # A synchronous call may return before its GPU is done; the
+                # wait then shows elsewhere.
                 with self.positions.waiting(number):
                     work = function(*args, **kwargs)
             finally:
                 self._thread.inside = False
+            # Asynchronous: the caller waits later, if at all.
             if work is not None and hasattr(work, "wait"):
                 return _Waited(work, number, self.positions)
             return work
@@ -114,11 +120,13 @@ class _Recorder:
             return None
         try:
             given = signature.bind(*args, **kwargs).arguments
+        # A rank outside a group makes no call of it.
         except TypeError:  # torch reports the mistake better
             return None
         group = given.get("group") or self.dist.group.WORLD
         if group is self.dist.GroupMember.NON_GROUP_MEMBER or group is None:
             return None
+        # Peers are recorded as indices in the group.
         number, ranks = self._group(group)
         peer = -1
         if name in MESSAGES:
@@ -151,6 +159,7 @@ class _Recorder:
             (),
         )
         tensors = found if isinstance(found, list | tuple) else (found,)
+        # Shape and dtype of the first tensor are enough to tell calls apart.
         what = [(tuple(each.shape), each.dtype) for each in tensors[:1]]
         key = name, *what
         if key not in self.positions.call_texts:

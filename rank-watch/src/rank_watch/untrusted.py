@@ -21,6 +21,7 @@ def parse_object(raw: bytes | str) -> dict[str, Any]:
     try:
         table = json.loads(
             raw.decode() if isinstance(raw, bytes) else raw,
+            # Python's JSON accepts NaN and Infinity, which the standard lacks.
             parse_constant=_refuse_constant,
         )
     except (ValueError, RecursionError) as error:
@@ -36,6 +37,7 @@ def _refuse_constant(word: str) -> NoReturn:
 
 def whole(value: Any, least: int = 0, most: int = LARGEST) -> int:
     """Check an integer of this range; a bool is refused."""
+    # `type is`: a bool is an instance of int.
     if type(value) is not int or not least <= value <= most:
         raise Untrusted(f"not an integer from {least} to {most}")
     return value

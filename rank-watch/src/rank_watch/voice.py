@@ -20,6 +20,7 @@ class Voice:
 
     def __init__(self, program: str, file: int = 2) -> None:
         self.program, self.file = program, file
+        # A full queue drops its oldest text.
         self._texts: deque[str] = deque(maxlen=_MOST)
         self._changed = threading.Condition()
         self._open = 0  # texts not printed yet
@@ -29,6 +30,8 @@ class Voice:
         """Print a text of one or more lines later."""
         lines = [one_line(line) for line in text.strip().split("\n")]
         with self._changed:
+            # Only if none was dropped: a text that is gone will not be
+            # printed.
             self._open += len(self._texts) < _MOST
             self._texts.append(f"{self.program}: " + "\n  ".join(lines) + "\n")
             self._changed.notify_all()
@@ -49,6 +52,8 @@ class Voice:
                 self._changed.wait_for(lambda: self._texts)
                 text = self._texts.popleft()
             with suppress(OSError):  # nobody will ever read it
+                # Outside the lock: writing may block for as long as nobody
+                # reads.
                 self._write(text.encode())
             with self._changed:
                 self._open -= 1
@@ -58,6 +63,7 @@ class Voice:
         left = memoryview(raw)
         while left:
             try:
+                # A write may take a part only.
                 left = left[os.write(self.file, left) :]
             # somebody has made the stream non-blocking for all its users
             except BlockingIOError:

@@ -89,18 +89,24 @@ class WatchedRank:
         """Update the clock. A rank without progress may be working, or be held."""
         words, mark = self.reader.words(), self.reader.mark()
         elapsed, self.looked = now - self.looked, now
+        # The heartbeat needs the GIL: if it stops, something holds it.
         if words[BEAT] != self.beat:
             self.beat, self.beat_since = words[BEAT], now
         if mark != self.mark:
             self._progressed(now, mark)
             self.behind = words[DEVICE_AT] >= 0
+        # Time in which it could not run does not count against it.
         elif self._is_held(now):
             self.skip(elapsed)
         elif words[DEVICE_AT] >= 0:
             self.behind = True
+        # Only a rank that waits for nobody: one in a call makes no progress of
+        # its own.
         elif words[WAITS] == 0:
             self._see_work(now, timeout, words[NATIVE], words[HEARTBEAT])
         if self.watches:
+            # Milliseconds, for observers and for the watcher that follows this
+            # one.
             self.reader.write(SINCE, int(self.since * 1e3))
             self.reader.write(LONGEST, int(self.longest * 1e3))
             self.reader.write(DEVICE_LONGEST, int(self.device_longest * 1e3))
@@ -115,9 +121,13 @@ class WatchedRank:
         if waited == DEVICE or (waited == 0 and self.behind):
             # A wait for the device that ended was healthy, however long it took.
             self.device_longest = max(self.device_longest, now - self.moved)
+            # Counted once, when the wait ends rather than at each event within
+            # it.
             self.device_waits += (
                 waited == DEVICE and mark[WAITS - STEP] != DEVICE
             )
+        # Known phases are left out: a long save must not raise the limit for a
+        # step.
         elif waited == 0 and phase not in (*KNOWN, *OVER):
             self.longest = max(self.longest, now - self.moved)
         self.mark, self.since, self.moved = mark, now, now
@@ -127,6 +137,8 @@ class WatchedRank:
     def _is_held(self, now: float) -> bool:
         """True if the rank could not run even if it wanted to."""
         held = self.kernel_state in ("T", "t")
+        # Reading every thread's call is slow: only after a second without
+        # progress.
         if (
             not held
             and now - self.moved > 1.0
@@ -232,6 +244,8 @@ class WatchedRank:
             state=state,
             doing=doing,
             memory=memory_held(self.entry.pid) if state != "X" else 0,
+            # Four missed heartbeats; a stopped process or one in the kernel
+            # cannot beat either.
             locked=now - self.beat_since > 4 * BEATS and state not in "TtDX",
             held=now - self.held_since if self.held_since is not None else 0.0,
             traced=traced,

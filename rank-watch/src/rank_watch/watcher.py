@@ -76,6 +76,8 @@ class Watcher:
             time.sleep(_POLL)
             now = time.monotonic()
             if (
+                # The watcher was not running either, so the ranks' clocks are
+                # moved on.
                 now - last > 1.0 + _POLL
             ):  # as after Ctrl-Z, or on a machine that slept
                 for r in self.ranks:
@@ -83,6 +85,7 @@ class Watcher:
             last = now
             for r in self.ranks:
                 r.look(now, self.hosted.timeout)
+            # A timeout of 0 watches without ending anything.
             if self.hosted.timeout and (found := self._found(now)):
                 return found
         return None
@@ -92,11 +95,15 @@ class Watcher:
         once."""
         timeout = self.hosted.timeout
         stopped = any(r.is_stopped(now) for r in self.ranks)
+        # Shortly before the timeout, so that the answers are there when it has
+        # passed.
         ahead = max(timeout / 2, timeout - _AHEAD)
         if stopped or any(r.stands(now, ahead) for r in self.ranks):
             self.others = self.elsewhere.look(now)
         else:
             self.others = Others()
+        # Diagnosing costs time; it is only done if a rank has stood still for
+        # the timeout.
         if not stopped and not any(r.stands(now, timeout) for r in self.ranks):
             return None
         if now - self.diagnosed < _DIAGNOSE_EVERY:
@@ -106,14 +113,17 @@ class Watcher:
         found = diagnose(
             [*states, *self.others.ranks], timeout, self.others.missing
         )
+        # Hosts that may still answer could have the cause among their ranks.
         if found.hangs and not self.others.pending:
             states = self._with_stacks(states)
             others = self._with_stacks_of_others(states)
+            # Gathering takes seconds, enough for a slow rank to go on.
             if any(r.reader.mark() != r.mark for r in self.ranks):
                 self.final = (
                     None  # some rank made progress while this was gathered
                 )
                 return None
+            # With stacks, and with what the other hosts have told meanwhile.
             last = diagnose([*states, *others.ranks], timeout, others.missing)
             return last if last.hangs else found
         for key, text in found.notices if self._speaks() else ():
@@ -133,7 +143,10 @@ class Watcher:
             ]
             pairs = list(zip(states, stacks, strict=True))
             if time.monotonic() > end or all(
-                stack or s.state in "TtDX" for s, stack in pairs
+                # A rank that cannot run Python's signal handler is not waited
+                # for.
+                stack or s.state in "TtDX"
+                for s, stack in pairs
             ):
                 states = [
                     replace(state, stack=tuple(stack))
@@ -175,6 +188,8 @@ class Watcher:
 
     def _with_stacks_of_others(self, states: list[RankState]) -> Others:
         """Publish this host's stacks, and wait briefly for those of other hosts."""
+        # From here on `seen` answers with these states, as the ranks will be
+        # ended.
         self.final = states
         if self.elsewhere.hosts:
             _in_time(
@@ -196,6 +211,7 @@ class Watcher:
 
     def _speaks(self) -> bool:
         """True if this host reports for all: the first one that answers does."""
+        # The first host in the order that all hosts share.
         return self.hosted.host == next(
             host
             for host in self.hosted.hosts
@@ -212,6 +228,7 @@ class Watcher:
             # A blocked disk, which may be the cause of the hang, does not delay the
             # end.
             writing = _in_time(lambda: _write_down(self.out, found), _WRITE)
+        # SIGKILL: a rank that hangs runs no handler of Python.
         for r in self.ranks:
             r.process.send(signal.SIGKILL)
         if speaks:
@@ -227,6 +244,8 @@ class Watcher:
         it has ended."""
         folder = self.hosted.folder
         if self.elsewhere.hosts:
+            # The others learn that its ranks have ended, and do not count it
+            # as missing.
             _in_time(lambda: self._answer(LAST), _ANSWER)
         else:
             _in_time(
@@ -253,6 +272,7 @@ def _write_down(out: Path, found: Diagnosis) -> None:
     with opened_folder(out) as folder:
         with suppress(OSError):
             replace_file(folder, FILE, "\n".join(found.full) + "\n")
+        # The leading newline ends a line that a rank may have left unfinished.
         record = {
             "event": "hang",
             **stamp(),
@@ -268,6 +288,8 @@ def _remove_memory(folder: Path) -> None:
 
     Until then it may restart its ranks.
     """
+    # "phalanx-memory-PID-STARTED-MARK": the process's number and its start in
+    # clock ticks.
     owner, started = map(int, folder.name.split("-")[2:4])
     while alive(owner, started) and folder.exists():
         time.sleep(_POLL)
@@ -297,6 +319,7 @@ def main() -> int:
     try:
         hosted = Hosted.parse(sys.stdin.read())
         watcher = Watcher(hosted)
+    # No trace: the rank that started it reports the exit code.
     except (OSError, ValueError):
         return BLIND
     if (found := watcher.watch()) is not None:

@@ -54,6 +54,8 @@ class WatcherProcess:
 
     def _start(self) -> "subprocess.Popen[str] | None":
         root = str(Path(__file__).parents[1])
+        # -S: without site-packages Python starts in less time, and nothing in
+        # them can fail.
         command = [sys.executable, "-S", "-c", _START.format(root)]
         self._started = time.monotonic()
         self._heard = self._started
@@ -69,6 +71,8 @@ class WatcherProcess:
             return None
         assert process.stdin is not None
         with suppress(OSError):  # it has been killed already
+            # On standard input, as a command line is limited and visible to
+            # everybody.
             process.stdin.write(str(self.hosted))
             process.stdin.close()
         return process
@@ -87,10 +91,13 @@ class WatcherProcess:
                 self._process is not None and _state(self._process.pid) == "T"
             )
             stopped_since = (stopped_since or now) if stopped else None
+            # In milliseconds of the same machine's monotonic clock.
             self._heard = max(self._heard, self.positions.words[LOOKED] / 1e3)
             what = self._what_is_wrong(now, stopped_since)
             if not what or self._closed.is_set():
                 continue
+            # Failures in a row: one that has lived for a while starts the
+            # count again.
             failed = failed + 1 if now - self._started < _SHORT else 1
             self._end()
             if self._closed.is_set():
@@ -100,6 +107,8 @@ class WatcherProcess:
                 self._say(
                     f"{what} and cannot be started again: hangs are not noticed from here on"
                 )
+                # `positions.watched` tells the run that a hang will not end
+                # it.
                 self.positions.watched = False
                 return
             self._say(f"{what}; it is started again")

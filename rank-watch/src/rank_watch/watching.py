@@ -38,6 +38,7 @@ def watched(
     ended.
     """
     positions = Positions(rank)
+    # Two exchanges of all ranks: who is where, and who can read whom.
     hosts, start = _meet(rank, exchange, positions)
     positions.host = next(
         name
@@ -60,10 +61,13 @@ def watched(
             start=start,
             program=program,
         )
+        # A folder that cannot be written to costs the view from outside, not
+        # the watching.
         with suppress(OSError):  # for outside observers
             hosted.folder.make()
             hosted.folder.write(hosted.name, str(hosted))
         watcher = WatcherProcess(hosted, positions)
+    # Anything that raises in the block, or ends it early, leaves "failed".
     how = "failed"
     try:
         yield positions
@@ -79,6 +83,7 @@ def _meet(
 ) -> tuple[dict[str, list[RankProcess]], str]:
     """Return the ranks of each host by name, and a random name of this start, the same
     on all ranks."""
+    # Not 0, which stands for memory that cannot be read.
     positions.words[TOKEN] = 1 + secrets.randbits(62)
     pid = os.getpid()
     mine = RankProcess(rank, pid, started_at(pid), tuple(positions.paths))
@@ -93,4 +98,5 @@ def _meet(
     # read.
     sees = [other.process.rank for other in homes if home.sees(other)]
     sights = [json.loads(text) for text in exchange(json.dumps(sees))]
+    # The first rank's random name serves for all.
     return hosts_of(homes, sights), tables[0][-1]
