@@ -77,6 +77,15 @@ CASES = (
     '--model mlp --dtype bfloat16 --layouts "dp2 tp2; pp2 1f1b:3"',
     '--optimizer muon --layouts "dp2 zero1; tp2 zero3 dp2; pp2 zb-v:3"',
     '--optimizer muon:original --layouts "dp3 zero2; tp2"',
+    '--optimizer muon --dtype float16 --layouts "dp2 zero1; pp2 tp2 1f1b:3"',
+    '--model tiles --lora 2 --layouts "dp2 zero1; tp2"',
+    '--model strips --layouts "cp2; tp2 recompute:selective"',
+    '--model chunks --z-loss 0.1 --layouts "tp2; dp2 zero1"',
+    # runs, by the loop that trains them: their schedule, journal, checkpoint and data
+    'model=tiny steps=100 batch=16 optimizer.warmup_steps=20 optimizer.schedule=wsd packing=bfd'
+    ' layout="dp2 tp2 seq zero1 accum:2"',
+    'model=tiny steps=100 batch=16 optimizer.name=muon packing=none layout="pp2 dp2 1f1b:4 fp16"',
+    'model=deepseek-v3 weights=random batch=16 lora.r=4 layout="ep2 dp2 zero3 bf16"',
     '--lora 2 --layouts "dp2 tp2 seq zero3; pp2 zb-h1:3; cp2 accum:2"',
     '--z-loss 0.1 --layouts "tp2; pp2 1f1b:3; cp2"',
     '--layouts "dp2 fp8; dp2 zero3 fp8:tile; tp2 seq fp8; cp2 mxfp8; tp4 fp8:tile"',

@@ -10,11 +10,12 @@ import pytest
 
 from phalanx.layout import Layout
 from phalanx.parallel import build_model
-from phalanx.program import Program, program
+from phalanx.program import Op, Program, ops, program, schedules, state
 from phalanx.program.state import WHOLE, Change, State
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, claims
 from phalanx.verify.claims import LONG, false_claim
+from phalanx.verify.step_order import order_faults
 from verify.covered import covered
 
 LAYOUT = Layout.parse("dp2 pp2 zero2 1f1b:3 fp64")
@@ -29,10 +30,7 @@ def _said(layout: Layout = LAYOUT) -> str:
     return false_claim(layout, _program(layout), long)
 
 
-def test_the_claims_of_every_covered_layout_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(claims, "DAMAGES", 40)
+def test_the_claims_of_every_covered_layout_hold() -> None:
     narrow = Layout.parse("dp2 zero3 fp8:tile fp64")
     for layout in (*covered("gqa", 4)[::8], narrow):
         assert false_claim(layout, _program(layout), None) == "", str(layout)
@@ -67,13 +65,13 @@ def test_a_buffer_that_is_not_given_back_is_named(
 def test_a_proof_that_accepts_a_damaged_program_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def nothing(program: Program) -> Iterator[str]:
+    def nothing(program: Program, number: int, now: State) -> Iterator[str]:
+        now.follow()
         return iter(())
 
     monkeypatch.setattr(
-        import_module("phalanx.program.check"), "_names", nothing
+        import_module("phalanx.program.check"), "_weights", nothing
     )
-    monkeypatch.setattr(claims, "DAMAGES", 1000)
     assert "the proof accepts the program though" in _said()
 
 
@@ -88,3 +86,69 @@ def test_a_proof_by_a_few_microbatches_that_counts_less_is_named(
 
     monkeypatch.setattr(claims, "check", lower)
     assert "counts other peaks" in _said()
+
+
+# ---- the order of a step
+
+
+def in_order(text: str) -> list[str]:
+    layout = Layout.parse(text)
+    return [*order_faults(layout, _program(layout))]
+
+
+_split, _weave = schedules.split, schedules.weave
+
+
+def deeper(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
+    """A warm-up with one more forward where that is possible."""
+    return _weave(forwards, backwards, min(warmup + 1, len(forwards)))
+
+
+def later(row: list[Op], lag: int) -> list[Op]:
+    return _split(row, lag + 1)
+
+
+ORDERS = [
+    ("pp4 1f1b:6 fp64", schedules, "weave", deeper, "forwards before its"),
+    ("pp2 interleaved2:4 fp64", schedules, "weave", deeper, "forwards before its"),
+    ("pp2 zb-h1:4 fp64", schedules, "split", later, "defers 2 weight gradients"),
+    ("pp2 zb-h2:4 fp64", schedules, "split", later, "weight gradients"),
+    ("dp2 zero2 fp64", state, "IN_FLIGHT", 3, "should wait for 1"),
+    ("dp2 zero2 fp64", state, "IN_FLIGHT", 1, "should wait for 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "module", "name", "wrong", "said"), ORDERS)
+def test_an_order_that_is_not_the_papers_is_named(
+    layout: str,
+    module: object,
+    name: str,
+    wrong: object,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert in_order(layout) == []
+    monkeypatch.setattr(module, name, wrong)
+    assert said in in_order(layout)[0]
+
+
+def test_receives_gathers_and_trips_to_the_host_are_named_by_their_place() -> (
+    None
+):
+    """Each operation of these kinds, moved by one computation."""
+    texts = {
+        ops.RECEIVE: "pp2 1f1b:4 fp64",
+        ops.GATHER: "dp2 zero3 accum:3 fp64",
+        ops.RELOAD: "accum:3 offload:activations fp64",
+    }
+    for kind, text in texts.items():
+        layout = Layout.parse(text)
+        plain = _program(layout)
+        row = [*plain.rows[0]]
+        place = max(n for n, op in enumerate(row) if op.kind == kind)
+        op = row.pop(place)
+        before = (n for n in range(place) if row[n].kind in ops.COMPUTES)
+        row.insert([*before][-1], op)
+        moved = plain.with_rows([row, *plain.rows[1:]])
+        assert [*order_faults(layout, moved)], text
+        assert [*order_faults(layout, plain)] == []

@@ -1,8 +1,9 @@
 """Claims about a layout's program that training does not test, checked before it runs.
 
 The texts of a layout and its program parse back to the same values. The memory counts
-agree with what ranks hold, which the executor compares with real buffers. The check of
-a program rejects it once it is damaged.
+agree with what ranks hold, which the executor compares with real buffers. The order is
+that of the papers (`step_order.py`). The check of a program rejects it once it is
+damaged.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..layout import Layout
 from ..program import Op, Program, check, faults, ops
 from ..program.memory import Sizes, peaks
 from ..program.state import INPUT, SENT, WHOLE, State
+from .step_order import order_faults
 
 # microbatches of a step long enough for the check to simulate only a few of them
 LONG = 12
-DAMAGES = (
-    12  # number of damaged variants to try, drawn with the layout as seed
-)
 # Operations without which a program is still correct: a count, clipping, recomputation,
 # weights that stay gathered, and weights that a gather loads from the host itself. A
 # program does not say which units need sums over tp, sums of routing choices or scales.
@@ -48,6 +48,7 @@ def false_claim(layout: Layout, program: Program, long: Program | None) -> str:
     """
     claims = (
         _texts(layout, program),
+        order_faults(layout, program),
         _books(program),
         _undetected(program, str(layout)),
         _shortened(long),
@@ -123,13 +124,18 @@ def _unequal(
 
 
 def _undetected(program: Program, seed: str) -> Iterator[str]:
-    """Describe damaged programs that the check accepts."""
-    every = [*_damages(program)]
+    """Describe damaged programs that the check accepts: for each kind of damage and of
+    operation one, drawn with the layout as seed."""
     draw = random.Random(seed)
-    for what, row, operations in draw.sample(every, min(DAMAGES, len(every))):
+    alike: dict[tuple[str, str], list[Damage]] = {}
+    for damage in _damages(program):
+        alike.setdefault((damage.way, damage.kind), []).append(damage)
+    for _, group in sorted(alike.items()):
+        damage = draw.choice(group)
         rows = [*program.rows]
-        rows[row] = operations
+        rows[damage.row] = damage.operations
         if not faults(program.with_rows(rows)):
+            what = f"{damage.text} {damage.way}"
             yield f"the proof accepts the program though {what}"
     for axis in program.mesh.axes:
         if axis.name in INNER and not faults(_parted(program, axis.name)):
@@ -152,8 +158,14 @@ def _parted(program: Program, axis: str) -> Program:
     return replace(program, rows=tuple(rows), owner=tuple(owner))
 
 
-# a description of the damage, the row's number, and its operations
-Damage = tuple[str, int, tuple[Op, ...]]
+class Damage(NamedTuple):
+    """A row with one mistake: how it is damaged, and the kind and text of the operation."""
+
+    way: str
+    kind: str
+    text: str
+    row: int
+    operations: tuple[Op, ...]
 
 
 def _damages(program: Program) -> Iterator[Damage]:
@@ -166,14 +178,18 @@ def _damages(program: Program) -> Iterator[Damage]:
         counts = Counter(op.kind for op in row)
         for (kind, _), place in last.items():
             op, before, after = row[place], row[:place], row[place + 1 :]
+            name = str(op)
             # A row without gathers has its weights at home; one without reductions has
             # its gradients.
             alone = kind in (ops.GATHER, ops.REDUCE) and counts[kind] == 1
             if kind not in OPTIONAL and not alone:
-                yield f"{op} is missing", number, (*before, *after)
+                missing = (*before, *after)
+                yield Damage("is missing", kind, name, number, missing)
             if kind in EARLY:
-                yield f"{op} comes first", number, (op, *before, *after)
-            yield f"{op} stands twice", number, (*before, op, op, *after)
+                early = (op, *before, *after)
+                yield Damage("comes first", kind, name, number, early)
+            twice = (*before, op, op, *after)
+            yield Damage("stands twice", kind, name, number, twice)
         yield from _crossed(number, row)
 
 
@@ -188,10 +204,9 @@ def _crossed(number: int, row: tuple[Op, ...]) -> Iterator[Damage]:
         if (other := received.get(flow)) is not None:
             changed = [*row]
             changed[other], changed[place] = op, row[other]
-            yield (
-                f"{row[other]} and {op} are exchanged",
-                number,
-                tuple(changed),
+            both = f"{row[other]} and {op}"
+            yield Damage(
+                "are exchanged", op.kind, both, number, tuple(changed)
             )
         received[flow] = place
 
