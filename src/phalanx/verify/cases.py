@@ -36,6 +36,8 @@ def trial_batch(
         shape, step, seed=seed, dtype=dtype, packed=packed, noisy=noisy
     )
     half = dtype == torch.float16
+    # A model of inputs without targets, such as an MLP: values near float16's
+    # largest, 65,504, overflow.
     if "targets" not in batch:
         overflows = half and step == 1
         return (
@@ -46,11 +48,15 @@ def trial_batch(
     targets = batch["targets"].clone()
     rows = targets.shape[0]
     if step == 1 and half:
+        # The row with most targets: its last token is one of them in every
+        # case.
         row = int((targets != IGNORED).sum(1).argmax())
         only = targets[row, -1].clone()
         targets.fill_(IGNORED)
         targets[row, -1] = only
     elif step == 1:
+        # Only the last quarter keeps its targets, rounded up, so at least one
+        # row.
         targets[: rows - (rows + 3) // 4] = IGNORED
     elif step == 2 and not half:
         targets.fill_(IGNORED)
@@ -72,20 +78,27 @@ def batch_of(
     It contains every token of a small vocabulary, as some models treat one token
     specially.
     """
+    # The seed is spread by a prime, so that steps of one seed are not those of
+    # the next.
     draw = torch.Generator().manual_seed(1_000_003 * seed + step)
     if shape.kind == "mlp":
         rows = torch.randn(
             shape.batch, shape.hidden, generator=draw, dtype=torch.float64
         )
         return {"inputs": rows.to(dtype)}
+    # One token more than a sequence: targets are the inputs shifted by one.
     size = (shape.batch, shape.sequence + 1)
     tokens = torch.randint(0, shape.vocab, size, generator=draw)
     inputs = tokens[:, :-1]
+    # Every token of the vocabulary, as far as the batch has room, at random
+    # places.
     every = torch.arange(shape.vocab)[: inputs.numel()]
     somewhere = torch.randperm(inputs.numel(), generator=draw)[: every.numel()]
     inputs[somewhere // shape.sequence, somewhere % shape.sequence] = every
     targets = tokens[:, 1:].clone()
     for row in range(shape.batch):
+        # Row 0 loses no target, row 1 one, and so on: every microbatch has
+        # another count.
         targets[row, : row % shape.sequence] = IGNORED
     time = torch.arange(shape.sequence).expand(shape.batch, -1).contiguous()
     batch = {
@@ -98,6 +111,8 @@ def batch_of(
     if (
         noisy
     ):  # dropout's source of randomness: a key for every token of the step
+        # Numbered over the whole batch, so that a layout cannot change a
+        # token's noise.
         token = torch.arange(time.numel()).view(time.shape)
         batch["noise"] = token_noise(seed, step, token)
     return batch
@@ -109,8 +124,10 @@ def _documents(
     """Cut sequences at random places; return each token's document, and its position in
     the document."""
     size = batch["tokens"].shape
+    # A new document begins at a quarter of all tokens.
     starts = torch.rand(size, generator=draw) < 0.25
     starts[:, 0] = True
     time = batch["positions"]
+    # The last start at or before each token.
     begun = torch.where(starts, time, 0).cummax(1).values
     return {"documents": starts.cumsum(1), "positions": time - begun}

@@ -46,6 +46,7 @@ def false_claim(layout: Layout, program: Program, long: Program | None) -> str:
 
     `long` is the same step with `LONG` microbatches, or None if the layout has none.
     """
+    # Generators: what follows the first false claim is not computed.
     claims = (
         _texts(layout, program),
         order_faults(layout, program),
@@ -106,9 +107,13 @@ def _unequal(
     held.update(
         (ops.WEIGHTS, unit) for unit in {*state.gathered, *state.loaded}
     )
+    # These are counted exactly; the others may be counted for longer than the
+    # state holds them.
     exact = {ops.KEPT, ops.SELECTED, ops.FACTORS, INPUT, ops.WEIGHTS}
     for key in {*books, *held}:
         what, piece = key
+        # A whole gradient is held while a unit is open, even if no operation
+        # keeps it.
         least = max(held[key], what == WHOLE and piece in state.open)
         wrong = (
             books[key] != held[key] if what in exact else books[key] < least
@@ -137,6 +142,8 @@ def _undetected(program: Program, seed: str) -> Iterator[str]:
         if not faults(program.with_rows(rows)):
             what = f"{damage.text} {damage.way}"
             yield f"the proof accepts the program though {what}"
+    # Ranks along an inner axis make the same calls, so one list must serve
+    # them all.
     for axis in program.mesh.axes:
         if axis.name in INNER and not faults(_parted(program, axis.name)):
             yield f"the proof accepts ranks of {axis.name} that follow lists of their own"
@@ -148,6 +155,7 @@ def _parted(program: Program, axis: str) -> Program:
     rows = [*program.rows]
     copies: dict[int, int] = {}
     for rank, row in enumerate(program.owner):
+        # The first rank along the axis keeps its row.
         place = program.mesh.coordinates(rank)[axis]
         if not place:
             continue
@@ -200,6 +208,7 @@ def _crossed(number: int, row: tuple[Op, ...]) -> Iterator[Damage]:
     for place, op in enumerate(row):
         if op.kind != ops.RECEIVE:
             continue
+        # Messages of one flow are matched by their order.
         flow = op.piece, op.of, op.peer
         if (other := received.get(flow)) is not None:
             changed = [*row]

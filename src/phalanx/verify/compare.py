@@ -87,6 +87,7 @@ class _Measure:
         self, step: int, what: str, got: float, want: float
     ) -> Iterator[Difference]:
         """Compare a scalar that is equal on all ranks."""
+        # 1e-30 only keeps zero from dividing.
         error = abs(got - want) / max(abs(want), 1e-30)
         if not math.isfinite(got) and not math.isfinite(want):
             error = 0.0  # a step that float16 skips
@@ -105,14 +106,20 @@ class _Measure:
         got: Mapping[str, Tensor],
         want: Mapping[str, Tensor],
         floor: float = 0.0,
+        # By the reference's names: what the layout has beyond them is not looked
+        # for.
     ) -> Iterator[Difference]:
         for name, whole in want.items():
+            # Relative to the tensor's own size, but at least to the floor.
             scale = max(self._size(whole), floor, 1e-300)
             yield self._bounded(
                 self._tensor(step, what, name, got.get(name), whole, scale)
             )
             yield from self._mismatches(
-                step, "weight" if what == "update" else what, name
+                # Copies of weights are compared, not of their updates.
+                step,
+                "weight" if what == "update" else what,
+                name,
             )
 
     def _mismatches(
@@ -146,9 +153,12 @@ class _Measure:
         if name not in want.routes or self.bounds is not None:
             return
         whole = want.routes[name]
+        # -1 where no rank has the piece, so that it differs from every expert.
         known = got.routes.get(name, torch.full_like(whole, -1))
         for apart in (known != whole).nonzero()[:1]:
             element = tuple(int(i) for i in apart)
+            # The gap between the last expert chosen and the next, in the
+            # reference.
             gap = float(want.gaps[name][element[:-1]])
             hint = (
                 f"scores {gap:.1e} apart: rounding decides; take another seed"
@@ -200,6 +210,8 @@ class _Measure:
         )
         a, b = float(got.reshape(-1)[at]), float(want.reshape(-1)[at])
         error = _or_infinite(self._size(apart) / scale)
+        # The element of the largest difference, for the report; the error is
+        # of the whole tensor.
         return Difference(
             step,
             what,
@@ -238,6 +250,7 @@ def compare(
     is the share of the largest gradient on whose scale smaller ones are compared.
     """
     measure = _Measure(got, want, rate, bounds, floor)
+    # A wrong start explains every later difference, so it comes first.
     differences = list(measure.tensors(0, "start", got.start, want.start))
     for number in range(len(want.steps)):
         differences += _step(measure, number)
@@ -266,6 +279,7 @@ def bounds_of(
     free = dict.fromkeys(
         (d.key for d in compare(want, want, rate, _Anything())), 0.0
     )
+    # The largest change over all perturbations, by quantity.
     for trace in nudged:
         for change in compare(trace, want, rate, _Anything()):
             free[change.key] = max(free[change.key], change.error)
@@ -297,6 +311,7 @@ def _roundings_of_updates(want: Trace) -> Iterator[tuple[Key, float]]:
 
     Weights are stored in float32, whose rounding is large beside a small update.
     """
+    # eps * |w| / |w - start|: the rounding of w on the scale of its update.
     single = torch.finfo(torch.float32).eps
     for number, step in enumerate(want.steps):
         for name, moved in _moved(step.weights, want.start).items():
@@ -331,6 +346,7 @@ def _step(measure: _Measure, number: int) -> Iterator[Difference]:
             number, "output", got.outputs, {name: output}
         )
     yield from measure.number(number, "loss", got.loss, want.loss)
+    # Not in a step that float16 skips: its gradients are infinite.
     if math.isfinite(want.norm):
         floor = measure.floor(want.gradients.values())
         yield from measure.tensors(
@@ -340,6 +356,8 @@ def _step(measure: _Measure, number: int) -> Iterator[Difference]:
     yield from measure.number(number, "loss scale", got.scale, want.scale)
     yield from measure.number(number, "logged loss", got.logged, want.logged)
     if measure.bounds is None:
+        # A weight may be as small as its update, so errors count on the scale
+        # of the rate.
         yield from measure.tensors(
             number,
             "weight",

@@ -72,10 +72,12 @@ def batches_like(example: Batch) -> Callable[[int], Batch]:
     def batch(rows: int) -> Batch:
         entries = dict(example)
         first = next(iter(entries.values()))
+        # Rows repeat in turn if more are wanted than the example has.
         chosen = torch.arange(rows) % first.shape[0]
         if "tokens" in entries:
             size = entries["tokens"].shape[:2]
             for name, x in entries.items():
+                # Only entries with a column for each token are cut.
                 if x.shape[:2] == size:
                     entries[name] = x[:, :TOKENS]
         return {name: x.detach().cpu()[chosen] for name, x in entries.items()}
@@ -109,6 +111,7 @@ def refuse_unverified(subject: Subject, layout: Layout) -> str:
     if trial is None:
         return ""
     try:
+        # On the CPU, whatever default device the user's script has set.
         with torch.device("cpu"):
             different = _first_difference(
                 trial.model, trial.layout, subject.batch
@@ -116,6 +119,7 @@ def refuse_unverified(subject: Subject, layout: Layout) -> str:
     except _Untried as error:
         return str(error)
     if different:
+        # "" is the layout of one rank.
         name = str(layout) or "one rank"
         raise FirstStepDiffers(
             f"{name} differs from one process: {different}. Nothing was trained. Correct the model's"
@@ -136,6 +140,7 @@ class _NewTrial:
 
 def _trial(subject: Subject, layout: Layout) -> _NewTrial | None:
     tried = trial_layout(layout)
+    # A layout of one rank and one microbatch is the reference itself.
     if tried.ranks == 1 and tried.microbatches == 1:
         return None
     with torch.device("cpu"):
@@ -150,7 +155,9 @@ def trial_layout(layout: Layout) -> Layout:
     """Return the layout in which a model is tried: in float64 and with few ranks."""
     large = layout.ranks > _RANKS or layout.microbatches > _RANKS
     few = small_layout(layout) if large else layout
+    # `fit` depends on bytes of the whole model, which the copy does not have.
     recompute = "all" if few.recompute == "fit" else few.recompute
+    # `stages` counts pieces of the whole model, of which the copy has fewer.
     return replace(
         few,
         precision=FP64,
@@ -169,12 +176,14 @@ def cut_down(model: Model, stages: int) -> Model:
     spare: list[int] = []
     for number, (_, piece) in enumerate(model.pieces):
         form = _form(piece)
+        # One of each form, in the model's order; equal ones are spare.
         (spare if form in seen else chosen).append(number)
         seen.add(form)
     missing = max(0, stages - len(chosen))
     # a model with equal blocks shows with two of them what passes between blocks
     chosen += spare[: max(1, missing)]
     pieces = tuple(model.pieces[number] for number in sorted(chosen))
+    # The caller's model, which will train, keeps its own pieces.
     pieces = copy.deepcopy(pieces)
     for _, piece in pieces:
         _buffers_to_cpu(piece)
@@ -186,6 +195,7 @@ def cut_down(model: Model, stages: int) -> Model:
 
 
 def _buffers_to_cpu(piece: nn.Module) -> None:
+    # A module that was built on a GPU keeps its buffers there.
     for module in piece.modules():
         for name, x in module._buffers.items():
             if x is not None and not x.is_meta:
@@ -193,6 +203,8 @@ def _buffers_to_cpu(piece: nn.Module) -> None:
 
 
 def _form(piece: nn.Module) -> object:
+    # Form: names and shapes of weights, names and types of modules. Values do
+    # not matter.
     weights = ((name, tuple(x.shape)) for name, x in piece.named_parameters())
     modules = ((name, type(x)) for name, x in piece.named_modules())
     return tuple(weights), tuple(modules)
@@ -206,6 +218,7 @@ def _first_difference(
     model: Model, layout: Layout, batch: Callable[[int], Batch]
 ) -> str:
     """Describe the first difference of a step in the layout, or return ""."""
+    # float64 up to 10 million weights; the allowed error is the same.
     elements = sum(weight.numel() for weight in model.weights.values())
     precision = FP64 if elements < _WIDE else FP32
     layout = replace(layout, precision=precision)
@@ -214,6 +227,7 @@ def _first_difference(
     # one row more than ranks and microbatches divide
     rows = layout.data * layout.microbatches + 1
     given = {
+        # Integers, such as tokens, keep their dtype.
         name: x.to(compute) if x.is_floating_point() else x
         for name, x in batch(rows).items()
     }
@@ -226,8 +240,11 @@ def _first_difference(
     )
 
     def make() -> Model:
+        # Ranks change modules in place, so each rank gets its own copy.
         return replace(model, pieces=copy.deepcopy(model.pieces))
 
+    # A model that fails on one process cannot be compared: that is not the
+    # layout's fault.
     alone = _alone(make(), setting)
     try:
         program = program_in(layout, make, setting)
@@ -239,6 +256,8 @@ def _first_difference(
         except Exception as error:  # any error of the ranks is a difference
             return " ".join(str(error).split()).rstrip(".")
     found = join(seen, setting.steps)
+    # On a higher floor than for built-in models: a user's modules may compute
+    # in float32.
     differences = compare(found, alone, setting.rate, floor=_FLOOR)
     wrong = next(filter(_is_wrong, differences), None)
     return str(replace(wrong, allowed=_APART)).rstrip(".") if wrong else ""

@@ -34,19 +34,23 @@ def trial_key(
     """Return the hash of everything that a trial depends on; "" if it is not known."""
     classes = {
         kind
+        # Base classes count as well: a method may be inherited.
         for _, piece in model.pieces
         for module in piece.modules()
         for kind in type(module).__mro__
+        # torch's and our own code enter by version and by hash.
         if not _is_known_code(kind.__module__)
     }
     sources = _sources([*classes, *code])
     if sources is None:
         return ""
+    # Names and shapes, but no values: the trial draws its own.
     weights = [
         f"{name} {list(x.shape)} {x.requires_grad}"
         for name, x in model.weights.items()
     ]
     key = {
+        # Any change that could change the verdict changes the key.
         "torch": torch.__version__,
         "phalanx": _own_source(),
         "layout": str(layout),
@@ -55,12 +59,15 @@ def trial_key(
         "counts": dict(model.counts),
         "modules": [*_modules(model)],
         "sources": sources,
+        # Sorted keys: equal trials have equal texts. 32 digits are 128 bits.
     }
     text = json.dumps(key, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def is_known(key: str) -> bool:
+    # Without a key, as of a class whose source is not known, the model is
+    # tried each time.
     return bool(key) and (_folder() / key).is_file()
 
 
@@ -83,6 +90,8 @@ def _modules(model: Model) -> Iterator[str]:
     """Yield the path, the class and the plain attributes of every module."""
     for name, piece in model.pieces:
         for path, module in piece.named_modules():
+            # Attributes such as `n_heads` or `eps`, on which a forward may
+            # depend.
             plain = sorted(
                 f"{key}={value!r}"
                 for key, value in vars(module).items()
@@ -109,8 +118,10 @@ def _sources(code: Iterable[object]) -> dict[str, str] | None:
             file = None
         if file is None or not Path(file).is_file():
             return None
+        # Several classes often share a file.
         if file in found:
             continue
+        # Modules that the file imports from the user's own code.
         imported = imported_sources(file)
         for path in [Path(file), *imported.values()]:
             with suppress(OSError):
@@ -119,6 +130,7 @@ def _sources(code: Iterable[object]) -> dict[str, str] | None:
     return found
 
 
+# Once per process: it reads every file of seven packages.
 @cache
 def _own_source() -> str:
     digest = hashlib.sha256()

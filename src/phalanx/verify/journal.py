@@ -52,6 +52,8 @@ def journal_faults(
     are compared."""
     lines = [record for record in records if record["event"] == "step"]
     numbers = [line["step"] for line in lines]
+    # Exactly the trial's steps, in order; a repeated line would count a step
+    # twice.
     if numbers != [*range(1, len(steps) + 1)]:
         yield f"the journal has lines of the steps {numbers}"
         return
@@ -70,12 +72,16 @@ def _line_faults(line: Record, step: LoggedStep, tokens: int) -> Iterator[str]:
     wanted = {"loss": step.loss, "norm": step.norm}
     for name, value in wanted.items():
         said = _number(line[name])
+        # Equal to the bit: the journal writes what the ranks have. Both not
+        # finite: a skipped step.
         if said != value and not (
             math.isnan(said) and not math.isfinite(value)
         ):
             yield _fault(line, name, said, value)
     counted = {
         "lr": (line["lr"], step.rate),
+        # Divided by a time on writing and multiplied again here: close, not
+        # equal.
         "tokens": (line["tokens_per_second"] * line["seconds"], tokens),
     }
     for name, (said, value) in counted.items():
@@ -94,6 +100,7 @@ def _flops_faults(
             continue
         wanted = {"mfu": flops.causal, "mfu_full": flops.full}
         for name, value in wanted.items():
+            # MFU * seconds * peak gives back the FLOPs.
             said = record[name] * record["seconds"] * peak
             if not math.isclose(said, value, rel_tol=_CLOSE):
                 yield _fault(record, f"FLOPs of {name}", said, value)
@@ -134,6 +141,8 @@ def counted_flops(
     for number in range(shape.layers):
         windows = shape.windows or (0,)
         seen = plain.visible(sequence, windows[number % len(windows)], None)
+        # The share of pairs that a query may see: about half for causal
+        # attention.
         causal += of_block * float(seen.double().mean())
     return CountedFlops(products + scores, causal)
 
@@ -146,6 +155,8 @@ def _products(shape: Shape, batch: int, sequence: int) -> dict[str, float]:
     """
     counted = shape
     if shape.experts:
+        # top_k experts in all, so the plain form's loop over every expert
+        # counts the right number.
         few = {"experts": shape.top_k, "expert_groups": 1, "top_groups": 1}
         counted = replace(shape, **few, balance="none")  # type: ignore[arg-type]
     model = build_model(counted)
@@ -153,6 +164,8 @@ def _products(shape: Shape, batch: int, sequence: int) -> dict[str, float]:
     beside = 0.0
     for name in model.weights:
         if name.endswith("router.weight"):
+            # Forward, gradient of the input, and gradient of the weight unless
+            # frozen. 2 FLOPs a multiply-add.
             passes = 2.0 if name in model.frozen else 3.0
             beside += passes * 2.0 * batch * sequence * shape.hidden * more
     # Each block passes a gradient to the previous one, so the embedding gets one too.
@@ -163,6 +176,7 @@ def _products(shape: Shape, batch: int, sequence: int) -> dict[str, float]:
         for name, x in model.weights.items()
     }
     time = torch.arange(sequence).expand(batch, -1)
+    # Values do not matter, as only shapes are counted.
     tokens_of = {
         "tokens": torch.zeros_like(time),
         "targets": time % shape.vocab,
@@ -173,6 +187,8 @@ def _products(shape: Shape, batch: int, sequence: int) -> dict[str, float]:
         ).loss
         loss.backward()  # type: ignore[no-untyped-call]
     operations = counter.get_flop_counts()["Global"]
+    # Batched matmuls are those of scores; matmuls with weights are not
+    # batched.
     scores = sum(n for op, n in operations.items() if "bmm" in str(op))
     return {
         "products": sum(operations.values()) - scores + beside,

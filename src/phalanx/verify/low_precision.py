@@ -43,6 +43,8 @@ _FORMS = {
 
 
 def sums_of(layout: Layout) -> Layout:
+    # Replicas and stages split no sum with a scale: weight gradients are
+    # summed sequence by sequence.
     """Return the layout reduced to what splits the sums of matmuls."""
     axes = tuple(
         axis for axis in layout.mesh.axes if axis.name in ("cp", "tp")
@@ -59,6 +61,8 @@ def can_replay(model: Model, cuts: Layout) -> bool:
     if model.shape is None or model.shape.kind != "decoder":
         return False
     if cuts.tp == 1:
+        # Every weight that tp cuts must lie in a module whose ranks are
+        # replayed.
         return True
     whole = Layout()
     for name, block in model.pieces[1:-1]:
@@ -76,6 +80,7 @@ def can_replay(model: Model, cuts: Layout) -> bool:
 def padded(batch: Mapping[str, Tensor], cuts: Layout) -> Mapping[str, Tensor]:
     """Return the batch padded along time as ranks pad it: padding tokens influence
     scales."""
+    # To the multiple of the length that cp and seq can divide evenly.
     short = -batch["tokens"].shape[1] % time_multiple(cuts)
     if not short:
         return batch
@@ -119,10 +124,13 @@ class Rounding:
         self, x: Tensor, form: str, *, weight: bool = False
     ) -> Tensor:
         digits, least, last, most = _FORMS[form]
+        # At least float32, as the kernels scale in it.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         out = torch.zeros_like(wide)
         k = x.shape[-1]
+        # A scale for `run` neighbours along the sum, or for a whole row.
         run = self.traits.run or k
+        # Weights may have a scale for each square of run x run elements.
         rows = run if weight and self.traits.square else 0
         of_rows = (
             [slice(n, n + rows) for n in range(0, len(x), rows)]
@@ -133,6 +141,8 @@ class Rounding:
             for row in of_rows:
                 part = wide[row, column]
                 largest = part.abs().amax((0, 1) if rows else 1, keepdim=True)
+                # The scale maps the largest value of the run to the largest of
+                # the format.
                 scale = self._scale(largest, last, most).float()
                 # Kernels multiply by the inverse, which is also a float32.
                 narrow = _nearest((part * scale).float(), digits, least, most)
@@ -143,6 +153,7 @@ class Rounding:
         """Yield the columns that share scales."""
         parts = 1
         if self.generator and torch.randint(2, (), generator=self.generator):
+            # Equal parts, one for each rank that may share the sum.
             parts = min(k, self.cuts.ranks)
         ends = [k * n // parts for n in range(parts + 1)]
         for start, stop in pairwise(ends):
@@ -152,6 +163,8 @@ class Rounding:
 
     def _scale(self, largest: Tensor, last: int, most: float) -> Tensor:
         if self.traits.power:
+            # Powers of two: the exponent of the largest value moves to the
+            # format's last.
             exponent = torch.frexp(largest.float())[1] - 1 - last
             return torch.ldexp(
                 torch.ones(largest.shape), -exponent.clamp(min=-127)
@@ -163,6 +176,8 @@ def _nearest(x: Tensor, digits: int, least: int, most: float) -> Tensor:
     """Round to the nearest number of a format, ties to even, as multiples of its last
     digit."""
     x = x.clamp(-most, most).double()
+    # The distance between neighbouring numbers at x; below the least normal it
+    # stays the same.
     step = torch.ldexp(
         torch.ones_like(x), (torch.frexp(x)[1] - 1).clamp(min=least) - digits
     )
@@ -181,6 +196,7 @@ class RoundedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rounding, form = rounding, rounding.traits.forward
+        # (B * T, in): rows are tokens.
         flat = rounding(x.flatten(0, -2), form)
         return _out(flat @ rounding(weight, form, weight=True).T, x).view(
             *x.shape[:-1], -1
@@ -191,11 +207,15 @@ class RoundedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rounding: Rounding = ctx.rounding
         of_x, of_gradient = rounding.traits.forward, rounding.traits.gradient
+        # dx = dy W: summed over the features out, so both factors are scaled
+        # along them.
         flat = rounding(gradient.flatten(0, -2), of_gradient)
         into = _out(flat @ rounding(weight.T, of_x, weight=True).T, x).view_as(
             x
         )
         held = rounding.held(x.shape[1])
+        # dW = sum of dy' x over tokens, sequence by sequence and part by part,
+        # as each has its own scales.
         each = [
             (y[own], g[own])
             for y, g in zip(x, gradient, strict=True)
@@ -225,6 +245,7 @@ class RoundedExpert(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         rounding: Rounding = ctx.rounding
+        # dx = dy W; the weight's own gradient is not rounded.
         turned = rounding(weight.T, rounding.traits.forward, weight=True)
         into = rounding(gradient, rounding.traits.gradient) @ turned.T
         return _out(into, x), gradient.T @ x, None
@@ -246,6 +267,7 @@ def install(
         return
     rounding = Rounding(MATMULS[word], cuts, generator)
     for name, block in model.pieces[1:-1]:
+        # LoRA's narrow matrices keep the compute dtype.
         loras: list[Any] = [
             m.lora for m in block.modules() if getattr(m, "lora", None)
         ]
@@ -262,6 +284,7 @@ def install(
         for path, module in (
             _owners(block) if cuts.tp > 1 and not generator else ()
         ):
+            # With tp over whole experts a rank has all of an expert's sums.
             if not (isinstance(module, ExpertMlps) and "tp" in cuts.experts):
                 _OverRanks(model, cuts, f"{name}.{path}", module)
 
@@ -301,6 +324,7 @@ class _OverRanks:
                 cut = cut_of(
                     model, cuts, f"{prefix}.{name}", x.shape, {"tp": rank}
                 )
+                # Slices of the global tensor that this rank holds.
                 boxes[name] = tuple(
                     slice(side.start, side.stop) for side in cut
                 )
@@ -314,6 +338,8 @@ class _OverRanks:
             ):
                 self.boxes.append(boxes)
         module.forward = self
+        # OLMo 2's norms over all heads need every rank's part before any rank
+        # can go on.
         wide = getattr(module, "q_wide_norm", None) is not None
         self.wide = (
             [("wq", "q_wide_norm"), ("wk", "k_wide_norm")] if wide else []
@@ -324,6 +350,8 @@ class _OverRanks:
             child.forward = partial(self._recall, child, child.forward)
 
     def __call__(self, *args: Any) -> Tensor:
+        # Called again from inside `functional_call`: this time the module's
+        # own forward.
         if self.running:
             plain: Tensor = self.plain(*args)
             return plain
@@ -333,6 +361,7 @@ class _OverRanks:
         }
         parts = [
             {
+                # A bias that is added once is zero on all ranks but the first.
                 name: torch.zeros_like(tensors[name])
                 if box is None
                 else tensors[name][box]
@@ -341,10 +370,13 @@ class _OverRanks:
             for boxes in self.boxes
         ]
         self.running, results = True, []
+        # Computed for all ranks beforehand, and looked up while each of them
+        # runs.
         self.given = self._normed(parts, args[0])
         for self.rank, part in enumerate(parts):
             results.append(functional_call(self.module, part, args))
         self.running, self.given = False, {}
+        # The sum that tp makes after the module.
         return torch.stack(results).sum(0)
 
     def _normed(
@@ -362,6 +394,7 @@ class _OverRanks:
                 functional_call(linear, _inside(part, names[0]), (x,))
                 for part in parts
             ]
+            # The whole norm's weight and input, joined from all ranks.
             weight = torch.cat([part[f"{names[1]}.weight"] for part in parts])
             normed = functional_call(
                 norm, {"weight": weight}, (torch.cat(outputs, -1),)

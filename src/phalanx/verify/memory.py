@@ -48,6 +48,7 @@ def needed(
     in, and thus has a plain form.
     """
     exact, compute = COMPARED[dtype] == FP64, DTYPES[COMPARED[dtype]].bytes
+    # Masters are kept in float32 at least.
     master = max(4, compute)
     # the start; gradients and weights of each step
     kept = (1 + 2 * steps) * master * parameters
@@ -59,8 +60,10 @@ def needed(
     reference = kept + training + (0 if exact else kept)
     if builtin:  # its plain form runs on one batch or, in float64, in training
         of_form = _plain_activations(shape)
+        # In float64: weights, gradients and their record.
         once = 3 * 8 * parameters + of_form
         trained = kept + training - activations + of_form if exact else 0.0
+        # Whichever moment of the reference takes most.
         reference = max(reference, once, trained)
 
     def together(layout: Layout) -> float:
@@ -73,8 +76,12 @@ def needed(
             (4 if layout.zero else 3) * master * parameters * wholes / shards
         )
         gathered = (compute + master) * parameters * wholes
+        # Records of processes exist twice while they are sent.
         written = kept * wholes / shards * (2 if processes else 1)
+        # Without `seq` every rank of tp holds the residual stream, about half
+        # of the activations.
         repeated = 1 if layout.seq else (1 + layout.tp) / 2
+        # Threads share one process.
         each = layout.ranks * PROCESS if processes else 0.0
         # in two bytes beside each value, the rank that holds it
         joined = kept * (1 + 2 / master)
@@ -104,6 +111,8 @@ def _activations(shape: Shape, itemsize: int) -> float:
         shape.heads * shape.head_dim,
         shape.kv_heads * shape.head_dim,
     )
+    # Elements of a token in a block: norms and residuals, queries and outputs,
+    # keys and values, MLP.
     block = 8 * shape.hidden + 6 * wide + 6 * narrow + 5 * shape.ffn
     # inputs, outputs and intermediate values, for each of a token's experts
     if shape.experts:

@@ -27,6 +27,7 @@ class OwnForward:
         self.whole, self.model = whole, model
         self.bound: Weights | None = None
         numbers = range(len(model.pieces))
+        # Everything that some piece would read of a batch.
         self.entries = {
             name for number in numbers for name in model.takes(number)
         }
@@ -40,6 +41,8 @@ class OwnForward:
         """True if this forward would use everything in the batch."""
         if self.model.as_it_is:
             return True  # its pieces, too, get only what this forward names
+        # An entry that the pieces read and the forward does not would change
+        # the result.
         if self.whole.unread(self.entries & batch.keys()):
             return False
         positions = batch.get("positions")
@@ -50,6 +53,8 @@ class OwnForward:
         return torch.equal(positions, counted)
 
     def __call__(self, weights: Weights, batch: Batch) -> Passed:
+        # Rebound only if the weights are other ones: a training uses the same
+        # throughout.
         if self.bound is not weights:
             self.whole.bind(dict(weights))
             self.pieces, self.bound = Pieces(self.model, weights), weights
@@ -57,6 +62,7 @@ class OwnForward:
         if not self.takes(batch):
             return self.pieces(weights, batch)
         passed = Passed(torch.zeros(()))
+        # Hooks are removed even if the forward raises.
         with ExitStack() as hooks:
             for number, module in self.whole.parts.items():
                 hook = partial(
@@ -70,6 +76,7 @@ class OwnForward:
     def _gave(
         passed: Passed, name: str, module: nn.Module, args: Any, out: Any
     ) -> None:
+        # Blocks of transformers may return (hidden states, ...).
         x: Tensor = out[0] if isinstance(out, tuple) else out
         if x.dim():
             passed.outputs[name] = project(x)

@@ -77,6 +77,7 @@ AXES = (
     "tp",
     COPIES,
 )
+# Equal along every axis: what no operation has made different.
 NOWHERE: Places = (REPLICATED,) * len(AXES)
 
 _ADDS = {"add", "sub", "add_", "sub_"}
@@ -102,6 +103,8 @@ def placement_faults(
     """Faults in a layout's sums over ranks: the operation, the weight or value, and the axis."""
     small = _shortened(layout)
     found: dict[str, None] = {}
+    # One rank for each combination of what differs: its stage, and its part of
+    # each weight.
     for rank in range(small.ranks):
         at = {**dict.fromkeys(AXES, 0), **small.mesh.coordinates(rank)}
         parts = tuple(f"{axis}." for axis in small.shard_axes)
@@ -131,12 +134,15 @@ def _shortened(layout: Layout) -> Layout:
     def short(axis: Axis) -> Axis:
         if axis.name == "tp":
             return axis  # which KV heads are shared depends on its length
+        # The smallest factor above 1: dp6 -> dp2, dp9 -> dp3. Larger ones have
+        # the same kinds of groups.
         least = (
             next((f for f in range(2, n) if n % f == 0), n) for n in axis.parts
         )
         return replace(axis, parts=tuple(least))
 
     mesh = Mesh(tuple(map(short, layout.mesh.axes)))
+    # Enough for a pipeline to fill and to run in its steady state.
     few = min(layout.microbatches, 2 * mesh.of("pp"))
     plain: dict[str, Any] = {"offload": (), "compile": "", "precision": FP32}
     if layout.recompute in (
@@ -150,6 +156,7 @@ def _shortened(layout: Layout) -> Layout:
 def _few(model: Model, layout: Layout) -> Model:
     """Return a model with the first piece of every kind, and more if there are stages
     to fill."""
+    # The kinds of the model's pieces, and the first of each.
     kinds, most = alike(model), len(model.pieces)
     chosen = {kinds.index(kind) for kind in kinds}
     for piece in range(most):
@@ -182,6 +189,7 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # By storage: views of one buffer share the runs of its bytes.
         # (start byte, end byte, placements)
         self.runs: dict[int, list[tuple[int, int, Places]]] = {}
 
@@ -192,6 +200,7 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
     def within(self, x: Tensor) -> list[tuple[int, int, Places]]:
         """Return the runs of a value's storage that overlap it, relative to its
         start."""
+        # In bytes from the start of the storage.
         start, stop = _span(x)
         runs = self.runs.get(storage_of(x), [])
         return [
@@ -207,8 +216,11 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
         if within:
             start, stop = start + within[0], start + within[1]
         runs = self.runs.setdefault(storage_of(x), [])
+        # Elements of other values lie between those of a strided one, so both
+        # are joined.
         if not x.is_contiguous() and not within:
             places = _joined([places, self.of(x)])
+        # What lies before and behind the written run keeps its placement.
         kept = [(a, min(b, start), p) for a, b, p in runs if a < start]
         kept += [(max(a, stop), b, p) for a, b, p in runs if b > stop]
         runs[:] = sorted([*kept, (start, stop, places)])
@@ -219,6 +231,8 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         schema = func._schema.arguments
+        # Arguments that the operation writes to, by its schema, such as `self`
+        # of `add_`.
         written = [
             value
             for argument, value in zip(schema, args, strict=False)
@@ -229,6 +243,7 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
             for a in schema
             if a.name in kwargs and a.alias_info and a.alias_info.is_write
         ]
+        # What is overwritten does not count as an input.
         read = [
             x for key, x in kwargs.items() if not any(x is out for out in outs)
         ]
@@ -237,6 +252,8 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
             x for x in tree_leaves([mine, read]) if isinstance(x, Tensor)
         ]
         after = self._by_run(name, inputs, _joins_tokens(name, args))
+        # A result in new storage is new; one in old storage is a view, whose
+        # placement is known.
         before = {
             storage_of(x)
             for x in tree_leaves([args, kwargs])
@@ -246,6 +263,8 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
         for x in tree_leaves([written, outs, result]):
             fresh = isinstance(x, Tensor) and storage_of(x) not in before
             if fresh:
+                # Storage may be reused by a later value: what an earlier one
+                # had is forgotten.
                 self.runs.pop(storage_of(x), None)
             if fresh or any(
                 x is each for each in tree_leaves([written, outs])
@@ -277,6 +296,8 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
                 )
             ]
         runs = [self.within(x) for x in inputs]
+        # The ends of all runs of all inputs: between two of them each input
+        # has one placement.
         ends = sorted(
             {
                 end
@@ -312,6 +333,8 @@ def _span(x: Tensor) -> tuple[int, int]:
 def _joined(many: Sequence[Places]) -> Places:
     """Combine the placements of adjacent values."""
     return (
+        # The worst of them, as the order of `Placement` is from known to
+        # unknown.
         tuple(map(max, *many))
         if len(many) > 1
         else many[0]
@@ -326,13 +349,17 @@ def _joins_tokens(name: str, args: Sequence[Any]) -> bool:
     Tokens are along all dimensions except the last, or along the first two of four (a
     token's experts).
     """
+    # Gradients of weights sum over tokens, as do scatters of expert outputs.
     if "backward" in name or name in _SCATTERS:
         return True
     if name not in ("sum", "mean"):
         return False
     dims, many = args[1] if len(args) > 1 else None, args[0].dim()
     return not dims or any(
-        dim % many < (2 if many == 4 else many - 1) for dim in dims
+        # (batch, time, experts of a token, features) has its tokens along the
+        # first two.
+        dim % many < (2 if many == 4 else many - 1)
+        for dim in dims
     )
 
 
@@ -343,6 +370,7 @@ def _after(
 
     `known` has each input's number of dimensions. `joins`: see `_joins_tokens`.
     """
+    # New tensors are equal on all ranks; zeros stay zero in any sum.
     if name.startswith(_MAKES) or name == "zero_":
         return (ZERO,) * len(AXES) if "zero" in name else NOWHERE
     if not known:
@@ -367,10 +395,15 @@ def _along(
         and any(p == REPLICATED and dims for dims, p in known)
     ):
         return MIXED
+    # Sums of equal kinds keep them; a sum with VARYING must still be made over
+    # ranks.
     if name in _ADDS | _OVERWRITES or most <= REPLICATED or most == VARYING:
         return most
+    # Linear in the only input that differs between ranks: the sum over them
+    # may come later.
     linear = sum(p > REPLICATED for p in places) == 1
     if most == SHARDED:  # tokens with `seq`, or a complete gradient
+        # A product of two sharded values sums over what they share.
         product = name in _PRODUCTS and sum(p == SHARDED for p in places) > 1
         return VARYING if joins or product else SHARDED
     if most == MIXED and linear and name in _ALONE | _LINEAR:
@@ -400,6 +433,7 @@ class _PlacedGroup(Tally):
         out = x if call.out is None else call.out
         match call.kind:
             case "all_reduce":
+                # Each weight of a flat buffer has a placement of its own.
                 for start, stop, places in known.within(x):
                     known.set(
                         x,
@@ -408,6 +442,7 @@ class _PlacedGroup(Tally):
                     )
             case "reduce_scatter":
                 length = x.nbytes // self.size
+                # This rank's share of the summed buffer, in bytes.
                 first = length * self.rank
                 for start, stop, places in known.within(x):
                     a, b = (
@@ -421,7 +456,10 @@ class _PlacedGroup(Tally):
             case "all_gather":
                 units = walk.local.every_unit
                 unit = next(
-                    (u for u in units if u.storage() == storage_of(out)), None
+                    # An all-gather into the buffer of a unit brings weights,
+                    # whose placement the rule table gives.
+                    (u for u in units if u.storage() == storage_of(out)),
+                    None,
                 )
                 if unit is None:
                     known.set(
@@ -434,6 +472,8 @@ class _PlacedGroup(Tally):
             case "send":
                 walk.sent[self.name] = known.of(x)
             case "receive" if self.name in ("activations", "gradients"):
+                # From another stage: what pieces pass to each other has a
+                # known placement.
                 known.set(x, walk.edge)
             case "receive":
                 known.set(
@@ -457,6 +497,7 @@ class _PlacedGroup(Tally):
     def share(self, x: Tensor, ranks: int) -> Tensor:
         copies = (AXES.index(COPIES),)
 
+        # Copies of a KV head each serve a share of its queries.
         def set_apart(share: Tensor) -> None:
             places = self.known.of(share)
             self.known.set(share, _along_axes(places, copies, VARYING))
@@ -481,6 +522,8 @@ class _PlacedGroup(Tally):
         for axis in (
             self.axes if op in ("sum", "average") and self.walk.strict else ()
         ):
+            # A sum of what is equal or complete on all ranks would count it
+            # once for each.
             if places[axis] in (REPLICATED, SHARDED):
                 what = "the same" if places[axis] == REPLICATED else "finished"
                 self.walk.fault(
@@ -495,7 +538,9 @@ class _PlacedGroup(Tally):
 
 def _along_axes(places: Places, axes: Sequence[int], to: Placement) -> Places:
     return tuple(
-        to if i in axes and p != ZERO else p for i, p in enumerate(places)
+        # ZERO stays: a sum of zeros is zero on every rank.
+        to if i in axes and p != ZERO else p
+        for i, p in enumerate(places)
     )
 
 
@@ -513,6 +558,7 @@ class _PlacedWorld(TallyWorld):
         ranks = self.own(groups)
         group = _PlacedGroup(name, ranks.index(self.rank), ranks, self.device)
         group.known, group.walk, group.ledger = self.walk.known, self.walk, []
+        # The axes along which the members' coordinates differ.
         group.axes = tuple(
             i
             for i, axis in enumerate(AXES)
@@ -561,8 +607,11 @@ class _Placing(Executor):
         replicas = [
             unit.groups.replica
             for unit in units
+            # Only replicas beyond the first may count their weights again.
             if unit.groups.replica.size > 1
         ]
+        # As the second replica: whatever it counts, the first has counted,
+        # too.
         with _as_rank(1, replicas):
             super()._agree(op)
         for number in self.norms:
@@ -577,9 +626,12 @@ class _Placing(Executor):
         tp = self.local.groups.tp
         for axis in _axes_of(tp):
             if self.walk.known.of(y)[axis] > REPLICATED:
+                # A loss that every rank of tp adds would be counted tp times.
                 self.walk.fault(f"the loss was not summed over {AXES[axis]}")
         if tp.size > 1:
             known = self.loss._version
+            # The version of a tensor grows with each operation in place: the
+            # loss was touched.
             with _as_rank(1, [tp]):
                 super()._add_loss(y)
             if self.loss._version != known:
@@ -599,6 +651,8 @@ class _Placing(Executor):
     def _exchange(self, op: Op) -> Work:
         exchange, group = self.local.exchange, self.local.exchange.tokens
         key = (
+            # Keyed by the piece of the experts: the exchange back belongs to
+            # the piece after it.
             op.piece if op.piece in exchange.experts else op.piece - 1,
             op.index,
         )
@@ -607,6 +661,7 @@ class _Placing(Executor):
             tokens, size = (
                 len(self.inputs[op.piece, op.index][SENT]),
                 group.size,
+                # The remainder goes to the first ranks, as anywhere else.
             )
             even = [
                 tokens // size + (rank < tokens % size) for rank in range(size)
@@ -640,9 +695,11 @@ class _Placing(Executor):
     def _update(self, op: Op) -> None:
         for unit in self.local.of_piece(op.piece, trained=True):
             self.walk.updates(unit)
+            # Marks the gradient as used, without an optimizer.
             unit.spend()
 
     def _numbers(self) -> dict[str, Tensor]:
+        # Read at the end of the step; meta tensors have no values.
         return {
             name: torch.zeros(1, device="cpu")
             for name in ("loss", "count", "norm")
@@ -664,10 +721,12 @@ class _Walk:
         self.known, self.found = _Known(), dict[str, None]()
         self.strict, self.op, self.sent = True, "", dict[str, Places]()
         heads = model.counts.get("kv", 0)
+        # More ranks than KV heads: `tp8` with 2 heads has 4 copies of each.
         self.copies = layout.tp // heads if heads and layout.tp > heads else 1
         size = self.sizes = {**layout.mesh.coordinates(0)}
         for axis in AXES[:-2]:
             size[axis] = layout.mesh.of(axis)
+        # tp is taken apart: which head, and which of its copies.
         size["tp"], size[COPIES] = layout.tp // self.copies, self.copies
         data = ("dp.replicate", "dp.shard", "cp.ring", "cp.ulysses", "ep")
         self.batch = self.varying(*data)
@@ -699,6 +758,7 @@ class _Walk:
             with self.known:
                 self._step(world)
         finally:
+            # Leaves no group behind for the next rank's walk.
             world.clear()
         return list(self.found)
 
@@ -743,11 +803,13 @@ class _Walk:
             raise LayoutError(
                 "a model without a shape has no batch to look at: add shape=Shape(...) to it."
             )
+        # One row for each microbatch of each data-parallel rank.
         rows = layout.data * layout.microbatches
         if shape.kind == "mlp":
             whole = {"inputs": torch.empty(rows, shape.hidden, device="meta")}
         else:
             multiple = time_multiple(layout)
+            # At most 64 tokens, rounded up to what cp and seq divide.
             length = -(-min(shape.sequence, 64) // multiple) * multiple
             ids = torch.empty(rows, length, dtype=torch.long, device="meta")
             names = ["tokens", "targets", "positions"]
@@ -767,6 +829,8 @@ class _Walk:
         table."""
         dims = self.model.rules.dims(weight.name, len(weight.shape))
         cut = {axis for axes in self.layout.axes_of(dims) for axis in axes}
+        # A weight that tp cuts has other parts on copies, except for the
+        # shared KV heads.
         if "tp" in cut and not ("kv" in dims and self.copies > 1):
             cut.add(COPIES)
         return self.varying(
@@ -794,6 +858,8 @@ class _Walk:
             )
             if weight.adds:
                 groups.append(unit.groups.also[weight.adds])
+            # A weight with parts along an axis has gradients of other elements
+            # there.
             for axis in {axis for group in groups for axis in _axes_of(group)}:
                 if own[axis] == VARYING:
                     name = AXES[axis]
@@ -825,6 +891,8 @@ class _Walk:
             for axis, name in enumerate(AXES):
                 if self.sizes[name] == 1:
                     continue
+                # An axis that shards the optimizer gets a complete part of
+                # each gradient.
                 whole = own[axis] == REPLICATED or axis in shards
                 finished = (
                     (ZERO, REPLICATED, SHARDED)
@@ -847,6 +915,7 @@ class _Walk:
         ]
         for unit in self.local.units.values():
             for weight in unit.order:
+                # Balancing biases are not in the norm.
                 if weight.rate:
                     continue
                 own = self.places_of(weight)
@@ -855,6 +924,8 @@ class _Walk:
                     for axis in ("tp", COPIES)
                     if own[AXES.index(axis)] == VARYING
                 )
+                # Each part must be counted by exactly one of the ranks that
+                # have it.
                 ranks = [weight, *(each[weight.name] for each in others)]
                 times = sum(each.counted for each in ranks) / parts
                 if times != 1:

@@ -108,13 +108,18 @@ class Nudge:
             * 2
             - 1
         )
+        # Numbers of a float format are ordered like their bits, for either
+        # sign.
         moved = (x.detach().contiguous().view(integer) + up).view(x.dtype)
+        # 0 stays: its neighbour is denormal, far below any rounding.
+        # Neighbours of the largest are infinite.
         return torch.where(
             (x == 0) | ~x.isfinite() | ~moved.isfinite(), x, moved
         )
 
     def apart(self) -> Nudge:
         """Return a nudge with independent random numbers."""
+        # Far from the seeds of other nudges, which count up from 0.
         seed = self.generator.initial_seed() + 1000
         return Nudge(torch.Generator().manual_seed(seed))
 
@@ -163,12 +168,15 @@ def project(output: Tensor) -> Tensor:
     Any difference in a token's features changes the result, including one of sign or
     order.
     """
+    # Random but fixed: two outputs of the same width have the same vector.
     width = output.shape[-1]
     vector = torch.randn(
         width,
         generator=torch.Generator().manual_seed(width),
         dtype=torch.float64,
     )
+    # Divided by sqrt(width), so that sums of wide outputs are as large as
+    # those of narrow ones.
     return (output.detach().double() @ vector.to(output.device)) / math.sqrt(
         width
     )
@@ -183,6 +191,7 @@ def validation_of(batches: Batches, steps: int) -> list[Batch]:
     """
     chosen: list[Batch] = []
     for index in range(VALIDATIONS):
+        # Steps from VARIED on have ordinary batches.
         step = max(steps, VARIED) + index
         batch = {n: x for n, x in batches(step).items() if n != "noise"}
         if (
@@ -191,6 +200,8 @@ def validation_of(batches: Batches, steps: int) -> list[Batch]:
             and not batch["targets"].is_floating_point()
         ):
             targets = batch["targets"].clone()
+            # A mean of the batches' means would differ from the mean over all
+            # tokens.
             targets[: targets.shape[0] // 2] = IGNORED
             batch["targets"] = targets
         chosen.append(batch)
@@ -240,6 +251,8 @@ def reference(
     start = {
         name: draw(model, name, seed).to(held[name]) for name in model.weights
     }
+    # Masters and, if they compute in another precision, copies: as in torch's
+    # mixed precision.
     masters, copies = (
         {
             n: nn.Parameter(x.to(dtype, copy=True), requires_grad=train[n])
@@ -247,24 +260,29 @@ def reference(
         }
         for dtype in (precision.master, precision.compute)
     )
+    # A nudge moves weights, which must not change the masters.
     same = precision.compute == precision.master and nudge is None
     copies = masters if same else copies
     forward = forward or Pieces(model, copies, nudge, own_losses=own_losses)
+    # Balancing biases have no gradient of the loss; `_balance` moves them.
     trained = {
         name: x
         for name, x in masters.items()
         if train[name] and name not in model.rates
     }
     update = _optimizer(optimizer, trained, rate(0), model)
+    # Independent of the nudges of values.
     nudge_gradients = nudge.apart() if nudge else None
     seen = []
     for step in range(steps):
+        # Rates are those of a schedule, set by hand as torch's schedulers do.
         for group in update.param_groups:
             group["lr"] = rate(step)
         for master in masters.values():
             master.grad = None
         if not same:
             _copy(copies, masters, nudge)
+        # The loss scale before this step; the scaler may change it after.
         scale, scaled = (
             (float(scaler.get_scale()), scaler.scale)
             if scaler
@@ -285,11 +303,14 @@ def reference(
         for name in model.rates:
             grad = masters[name].grad
             masters[name].grad = None if grad is None else grad / scale
+        # Recorded before clipping, as the layout's are.
         gradients = {
             name: torch.zeros_like(x) if x.grad is None else x.grad.clone()
             for name, x in masters.items()
             if train[name]
         }
+        # clip_grad_norm_ returns the norm before clipping; an infinite limit
+        # only measures.
         norm = float(
             nn.utils.clip_grad_norm_(trained.values(), clip(step) or math.inf)
         )
@@ -298,10 +319,12 @@ def reference(
             scaler.update()
         else:
             update.step()
+        # A step that float16 skips leaves biases as they are.
         if math.isfinite(norm):
             _balance(model, masters, gradients)
         after = {name: x.detach().clone() for name, x in masters.items()}
         seen.append(passed.step(norm, gradients, after, scale))
+    # The last update, for the validation.
     if not same:
         _copy(copies, masters, nudge)
     if validations is None:
@@ -325,6 +348,7 @@ def passes(
     generator = torch.Generator().manual_seed(seed)
     moved = {
         name: draw(model, name, seed).double()
+        # On the scale of weights: 0.1 is large beside a start of 0.02.
         + 0.1
         * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         for name, weight in model.weights.items()
@@ -362,12 +386,15 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
         model.weights[name].shape,
         getattr(model.draw, "__self__", None),
     )
+    # As a matrix: all dimensions but the last are rows.
     whole = torch.empty(size).view(size[:-1].numel(), -1)
     high, wide = whole.shape
     tiled = isinstance(owner, Decoder | DeepMlp) or model.draw is Model.draw
     if tiled := tiled and len(size) > 1 and ".lora." not in name:
         wide = min(256, wide)
         high = 65536 // wide
+    # In the order of rows, then columns; the first tile has no number in its
+    # seed.
     corners = product(
         range(0, len(whole), high), range(0, whole.shape[1], wide)
     )
@@ -396,8 +423,11 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
 
 def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
     digest = hashlib.sha256(seed.encode()).hexdigest()
+    # Half of the first 64 bits: a seed of torch is a signed 64-bit integer.
     generator = torch.Generator().manual_seed(int(digest[:16], 16) // 2)
     owner: Any = getattr(model.draw, "__self__", None)
+    # As in LoRA: B starts at zero, so that the adapter changes nothing at
+    # first.
     if name.endswith(".lora.b.weight"):
         return torch.zeros(size)
     # as in peft: Kaiming uniform with a slope of sqrt(5)
@@ -425,12 +455,15 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
     layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
     # into the residual stream
     last = name.endswith((".wo.weight", ".down.weight", ".routed.down"))
+    # 0.02 / sqrt(2 N), as GPT-2 scales the weights into the residual stream
+    # (Radford et al. 2019).
     spread = 0.02 / math.sqrt(2 * layers) if last else 0.02
     return torch.normal(0.0, spread, size, generator=generator)
 
 
 def _install(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
     """Replace the model's meta weights by real ones; tied weights stay one object."""
+    # By identity: a tied parameter is found in every module that has it.
     names = {parameter: name for name, parameter in model.weights.items()}
     for _, piece in model.pieces:
         for module in piece.modules():
@@ -442,6 +475,7 @@ def _install(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
                     module._buffers[key] = torch.empty(
                         buffer.shape, dtype=buffer.dtype
                     )
+            # Buffers such as rotary angles, which meta tensors lost.
             reset = getattr(module, "reset_buffers", None)
             if callable(reset):
                 reset()
@@ -525,6 +559,8 @@ class Pieces:
         model, nudge = self.model, self.nudge
         x: Tensor | None = None
         for number, (name, piece) in enumerate(model.pieces):
+            # The first piece has no previous output, so its first argument
+            # comes from the batch, too.
             takes = entries_named(model.takes(number)[number > 0 :], batch)
             named = {key: batch[key] for key in takes if key in batch}
             if nudge:
@@ -534,6 +570,7 @@ class Pieces:
                 }
             gave = piece(**named) if x is None else piece(x, **named)
             x = gave["x"] if isinstance(gave, dict) else gave
+            # A loss has no dimension.
             if x.dim():
                 outputs[name] = project(_without_padding(x, batch.get(VALID)))
                 x = _nudged(x, nudge) if nudge else x
@@ -556,6 +593,7 @@ class Pieces:
             passed.beside.append(
                 _router_loss(self.model.shape, router, x, chosen)
             )
+        # Scores of all experts, by which it chooses the top k.
         ranked = router.ranked(router.scored(router.logits(x)))
         passed.routes[name], passed.gaps[name] = (
             chosen.sort(-1).values,
@@ -581,6 +619,7 @@ class PlainForward:
             name: project(x) for name, x in found.outputs.items()
         }
         for name, routing in found.routings.items():
+            # A mean over sequences, turned into a sum.
             passed.beside.append(routing.loss * _rows(batch))
             passed.routes[name] = routing.chosen.sort(-1).values
             passed.gaps[name] = _gap(routing.scores, self.shape.top_k)
@@ -592,6 +631,7 @@ class PlainForward:
 def _gap(ranked: Tensor, top_k: int) -> Tensor:
     """Return the difference (B, T) between the last chosen score and the next, from
     scores (B, T, experts)."""
+    # Without a next one the gap is the score itself.
     ranked = ranked.detach().sort(-1, descending=True).values
     last = ranked[..., top_k - 1]
     return last - ranked[..., top_k] if top_k < ranked.shape[-1] else last
@@ -610,6 +650,7 @@ def _router_loss(
         else logits + router.logit_bias.to(wide)
     )
     p = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
+    # For sigmoid scores; a softmax sums to 1 already.
     p = p / p.sum(-1, keepdim=True)
     f = (
         nn.functional.one_hot(chosen, shape.experts).sum(-2).to(wide)
@@ -651,6 +692,7 @@ def _gradients(
     With `nudge`, the gradients and loss of each microbatch are moved, as they may be
     rounded to the compute dtype.
     """
+    # At least 1: a batch without targets has a loss of 0, not NaN.
     count, total = max(1, _valid(batch)), 0.0
     parts = []
     for rows in cut(_rows(batch)):
@@ -661,6 +703,8 @@ def _gradients(
         wide = passed.loss.to(
             torch.promote_types(passed.loss.dtype, torch.float32)
         )
+        # Losses of tokens are divided by all tokens of the step, others by its
+        # sequences.
         whole = wide / count + sum(passed.beside) / _rows(batch)
         share = scaled(whole) if scaled else whole
         share.backward()  # type: ignore[no-untyped-call]
@@ -668,6 +712,7 @@ def _gradients(
             known = copies[name].grad
             copies[name].grad = gradient if known is None else known + gradient
         parts.append(passed)
+        # One copy: autograd has accumulated there already.
         if copies is masters:
             continue
         for name, copy in copies.items():
@@ -710,6 +755,7 @@ def _balance(
         master = masters[name]
         few, many = (
             each.to(master)
+            # By the sign alone: the bias moves at a constant rate.
             for each in (gradients[name] < 0, gradients[name] > 0)
         )
         master.add_(few, alpha=rate).sub_(many, alpha=rate)
@@ -718,12 +764,14 @@ def _balance(
 def _without_padding(x: Tensor, valid: Tensor | None) -> Tensor:
     """Remove padding: tokens of x (rows, time, ...) that are not `valid` (rows, time),
     at the end of each row."""
+    # Padding is at the end, and of equal length in all rows.
     return x if valid is None else x[:, : int(valid[0].sum())]
 
 
 def _nudged(x: Tensor, nudge: Nudge) -> Tensor:
     """Move x by one unit in the last place, and likewise the gradient that returns
     here."""
+    # The value is moved, and the gradient passes as if it were not.
     moved = x + (nudge(x) - x).detach()
     if moved.requires_grad:
         moved.register_hook(nudge)  # type: ignore[no-untyped-call]
@@ -750,6 +798,7 @@ def _valid(batch: Batch) -> int:
     targets = batch.get("targets")
     if targets is None or targets.is_floating_point():
         return _rows(batch)
+    # -100 is not counted; a model without targets counts rows.
     return int((targets != IGNORED).sum())
 
 
@@ -812,12 +861,15 @@ class _MuonBesideAdamW:
         rest = dict(weights)
         for name, weight in weights.items():
             boxes = model.rules.matrices(name, tuple(weight.shape))
+            # Three dimensions: a matrix for each expert.
             for n, box in product(
                 range(len(weight) if weight.dim() == 3 else 1), boxes
             ):
+                # What Muon updates, AdamW does not.
                 rest.pop(name, None)
                 of = partial(_part, number=n, box=box)
                 self.parts.append(
+                    # A view, so that an update of the part updates the weight.
                     (weight, of, nn.Parameter(of(weight.detach())))
                 )
         o = optimizer
@@ -831,6 +883,8 @@ class _MuonBesideAdamW:
         self.adamw = _optimizer(optimizer.others, rest, lr, model)
         wholes = {id(weight): weight for weight, *_ in self.parts}
         self.param_groups = [
+            # The outer loop sets the rate of every group, including that of
+            # Muon.
             *self.adamw.param_groups,
             {"params": [*wholes.values()], "lr": lr},
         ]
@@ -840,6 +894,7 @@ class _MuonBesideAdamW:
             self.param_groups[-1]["lr"] * self.rate
         )
         for weight, of, part in self.parts:
+            # Views of the gradient of the whole weight.
             part.grad = None if weight.grad is None else of(weight.grad)
         with _Unrounded():
             self.muon.step()  # type: ignore[no-untyped-call]

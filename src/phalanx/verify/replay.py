@@ -34,8 +34,10 @@ def can_be_replayed(layout: Layout, model: Model, setting: Setting) -> bool:
     No matmul may be split, and the loss must be a sum over microbatches.
     """
     shape = model.shape
+    # A loss over the whole batch is no sum of losses of microbatches.
     sums = shape is None or shape.batch_loss == 0
     narrow = setting.precision.compute in (torch.bfloat16, torch.float16)
+    # These axes split sums inside of pieces.
     cut = layout.tp > 1 or layout.cp > 1 or layout.ep > 1
     return (
         narrow
@@ -49,6 +51,7 @@ def can_be_replayed(layout: Layout, model: Model, setting: Setting) -> bool:
 def rounding_of(layout: Layout) -> Layout:
     """Return the layout reduced to what determines its roundings: how its rows are
     divided."""
+    # ZeRO, stages and schedules do not appear: they round nothing.
     count = Layout.parse(f"dp{layout.data}")
     return replace(count, microbatches=layout.microbatches)
 
@@ -62,6 +65,7 @@ def replay(
     value.
     """
     half = setting.precision.compute == torch.float16
+    # The same scaler as the layout has.
     first, patience = setting.scaling
     scaler = torch.amp.GradScaler("cpu", first, growth_interval=patience)
     return reference(
@@ -83,6 +87,7 @@ def replay(
 def parts_of(rows: int, layout: Layout) -> Iterator[Tensor]:
     """Yield the rows of each non-empty microbatch of each rank."""
     for rank in range(layout.data):
+        # As the layout divides rows: first over ranks, then over microbatches.
         own = torch.arange(rows)[share(rows, layout.data, rank)]
         for number in range(layout.microbatches):
             part = own[share(len(own), layout.microbatches, number)]

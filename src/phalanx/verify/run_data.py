@@ -42,11 +42,15 @@ def write_documents(
     the next.
     """
     path.mkdir(parents=True)
+    # Seeded: the same run gives the same documents.
     draw = np.random.default_rng(run.seed)
     lengths, answers = _lengths(run, sequence)
+    # At least two tokens: one has no target.
     sizes = [max(2, round(length * TOKENS)) for length in lengths]
     words = min(words, _WORDS)
     splits = []
+    # Tokens of the training part, for an epoch that ends within the trial, and
+    # of the held-out part.
     wanted = (batch * STEPS * TOKENS * 3 // 5, batch * TOKENS * 3 // 2)
     for name, most in zip(SPLITS, wanted, strict=True):
         starts = _starts(sizes, max(2 * TOKENS, most))
@@ -55,6 +59,7 @@ def write_documents(
         tokens.tofile(path / f"{name}.tokens")
         starts.astype("<i8").tofile(path / f"{name}.documents")
         if answers:
+            # Every five tokens end with three that are trained on.
             mask = np.arange(count) % 5 > 1
             mask.astype("u1").tofile(path / f"{name}.{ANSWERS}")
         splits.append(_split(path, name, starts, answers=answers))
@@ -67,6 +72,7 @@ def write_documents(
 def _starts(sizes: list[int], most: int) -> NDArray[np.int64]:
     """Return the first tokens of documents, as many as fit into `most` tokens."""
     ends = np.cumsum(sizes * (1 + most // sum(sizes)))
+    # Whole documents only; one that is longer than all is cut.
     kept = ends[ends <= most]
     kept = kept if len(kept) else np.array([most])
     return np.concatenate(([0], kept)).astype(np.int64)
@@ -95,6 +101,7 @@ def _lengths(run: Run, sequence: int) -> tuple[list[float], bool]:
             stream = open_corpus(path).train
         except DataError:  # text that is not tokenized yet
             continue
+        # Longer ones are cut to two sequences.
         ends = np.minimum(
             np.diff(stream.starts[: _DOCUMENTS + 1]), 2 * sequence
         )

@@ -104,6 +104,7 @@ class NumberedBatches:
         return getattr(self._batches, name)
 
     def batch(self, step: int, rows: slice) -> dict[str, Tensor]:
+        # Numbers of the whole batch, of which the rank gets its rows.
         numbers = token_numbers(self._batches.batch(step))
         return {**self._batches.batch(step, rows), TOKEN: numbers[rows]}
 
@@ -129,6 +130,7 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
     size = few.batch
     path = Path(out, "documents")
     write_documents(path, run, run.tokens(shape), batch=size, words=few.vocab)
+    # In place of the run's data, which may be large, private or elsewhere.
     small = replace(small, data=str(path))
     chosen = small.layout_of(few)
     assert chosen is not None
@@ -184,6 +186,7 @@ def small_own(run: Run, out: str) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     name = f"{HUB}{folder}"
     try:
+        # transformers may refuse sizes that its own code cannot have.
         load_model(name)
     except LayoutError:
         return ""
@@ -197,6 +200,7 @@ def resumed_layout(layout: Layout) -> Layout:
     With fp8 matmuls it splits the same sums, as the splits influence scales.
     """
     cuts = sums_of(layout) if layout.matmul else Layout()
+    # dp2 zero1 also tests that the optimizer's parts are redistributed.
     two = Layout.parse(f"dp2 {cuts} zero1")
     other = two if two.mesh != layout.mesh else cuts
     return _computing(other, layout.precision, layout.matmul)
@@ -213,7 +217,9 @@ def verify_run(
     """Yield the verdict in float64, then in the run's own precision. `worlds` opens the
     worlds of ranks."""
     worlds = worlds or worlds_over(THREADS)
+    # Clipping depends on the model's gradients, so they are measured once.
     trial = replace(trial, run=_clipping_at_work(trial.run))
+    # Once if the run is in float64 itself.
     for precision in dict.fromkeys((FP64, trial.layout.precision)):
         yield _verdict(trial, precision, worlds)
 
@@ -240,6 +246,7 @@ def _alone(run: Run) -> Forward | None:
     forward has no z-loss."""
     if not run.own:
         return PlainForward(run.shape, run.z_loss)
+    # A class computes its own loss, without the z-loss.
     return None if run.z_loss else own_forward(maker_of(run))
 
 
@@ -255,6 +262,7 @@ def _clipping_at_work(run: Run) -> Run:
         maker_of(free), _setting(free, FP64), forward=_alone(free)
     )
     norms = [step.norm for step in truth.trace.steps]
+    # The median: about half of the steps are clipped.
     return replace(
         run, optimizer=replace(run.optimizer, clip=statistics.median(norms))
     )
@@ -273,6 +281,7 @@ def real_seconds(run: Run, shape: Shape) -> float:
         begun = time.perf_counter()
         a @ a
         best = min(best, time.perf_counter() - begun)
+    # 2 n^3 FLOPs for an n x n product; 6 FLOPs for each token and weight.
     rate = 2.0 * size**3 / best
     return 6.0 * shape.active * shape.batch * run.tokens(shape) / rate
 
@@ -282,6 +291,7 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     matmul = trial.layout.matmul if precision == trial.layout.precision else ""
     first = _computing(trial.layout, precision, matmul)
     second = _computing(trial.resumed, precision, matmul)
+    # Each precision in a folder of its own, with its own checkpoint.
     run = replace(trial.run, out=str(Path(trial.run.out, precision)))
     setting = setting_for(first, _setting(run, precision))
     cuts = sums_of(first) if matmul else Layout()
@@ -296,12 +306,14 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     if claim := false_claim(first, program, long):
         return Verdict(str(first), first.ranks, False, math.inf, claim)
     try:
+        # The first start ends at STOPPED, the second resumes there.
         before = join(_start(run, first, worlds, setting.scaling), STOPPED)
         seen = _start(run, second, worlds, setting.scaling)
         after = join(seen, STEPS - STOPPED)
     except Exception as error:  # any error of the ranks is the verdict
         return failed(first, error)
     verdict = judge(first, _one_training(before, after), truth, setting)
+    # Faults that equal values of both starts would not show.
     wrong = [
         *_resume_faults(before, after),
         *_skip_faults(before, after),
@@ -321,6 +333,8 @@ def _start(
     run = replace(run, layout=str(layout))
     with (
         hold_run(Path(run.out), run.checkpoints),
+        # Held as `phalanx train` does, so that a run of the same folder is
+        # refused.
         worlds(layout.ranks) as ranks,
     ):
         if wrong := wrong_transport(layout.ranks, ranks):
@@ -336,6 +350,7 @@ def _on_rank(
     outcome = train(
         world, run, str(layout), quiet=True, held=True, observe=notes.begin
     )
+    # Added after the last step, when the listener is not called again.
     notes.observed.seen.validation = outcome.validation
     world.clear()
     return notes.observed.seen
@@ -384,6 +399,7 @@ def _one_training(before: Trace, after: Trace) -> Trace:
 def _resume_faults(before: Trace, after: Trace) -> Iterator[str]:
     """Yield resumed weights that differ from the saved ones."""
     for name, saved in before.steps[-1].weights.items():
+        # To the bit, as nothing is computed between saving and loading.
         if not torch.equal(after.start[name], saved):
             yield f"step {STOPPED}: the resumed {name} is not the one that was saved"
 
@@ -421,18 +437,22 @@ def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
 def plain_rate(choice: OptimizerChoice, steps: int, step: int) -> float:
     """Return the learning rate of a step by docs/training.md: a warm-up, then constant
     or a decay to min_lr."""
+    # A tenth of the peak, if min_lr is not set.
     lowest = choice.lr / 10 if choice.min_lr is None else choice.min_lr
+    # The first step has number 1, so that warm-up never has a rate of 0.
     number, warmup = step + 1, choice.warmup_steps
     if number <= warmup:
         return choice.lr * number / warmup
     if choice.schedule == "constant":
         return choice.lr
     begin = warmup
+    # wsd: constant, and a decay in the last steps, by default a tenth of them.
     if choice.schedule == "wsd":
         fall = choice.decay_steps or math.ceil(steps / 10)
         begin = max(warmup, steps - fall)
     if number <= begin:
         return choice.lr
+    # From 0 at the beginning of the decay to 1 at its last step.
     share = (number - begin) / (steps - begin)
     if choice.schedule == "cosine":
         return lowest + (choice.lr - lowest) * 0.5 * (

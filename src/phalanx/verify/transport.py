@@ -55,6 +55,7 @@ def transport_fault(world: World) -> str:
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return a rank's input to a call: integers from 0 to 10."""
+    # Small integers: exact in every dtype and order of summation.
     return ((torch.arange(numel) * 7 + rank * 3) % 11).to(dtype)
 
 
@@ -71,6 +72,7 @@ def _short(x: Tensor) -> str:
 def _collectives(group: Group, device: torch.device, large: int) -> Faults:
     for dtype in DTYPES:
         yield from _each_collective(group, device, SIZES[-1], dtype)
+    # One element, and more than a chunk holds.
     for size in (SIZES[0], large // group.size):
         yield from _each_collective(group, device, size, torch.float32)
 
@@ -79,6 +81,7 @@ def _each_collective(
     group: Group, device: torch.device, size: int, dtype: torch.dtype
 ) -> Faults:
     n, me = group.size, group.rank
+    # Every rank can compute every other rank's input, and so the result.
     every = torch.stack([values(rank, n * size, dtype) for rank in range(n)])
     mine = every[me].to(device)
     what = f"of {size} elements of {dtype}"
@@ -112,6 +115,7 @@ def _uneven(
     """Test an all-to-all in which rank i sends j elements to rank j, so that one rank
     gets none."""
     n, me = group.size, group.rank
+    # Rank 0 receives nothing, rank 1 one element from each, and so on.
     sends = [min(to, every.shape[1] // n) for to in range(n)]
     takes = [sends[me]] * n
     x = every[me, : sum(sends)].to(device)
@@ -129,6 +133,8 @@ def _narrow_sums(group: Group, device: torch.device) -> Faults:
     """
     x = torch.full((3,), 1.0 if group.rank else 256.0, dtype=torch.bfloat16)
     group.all_reduce(x)
+    # 256 + 1 = 257 needs 9 bits, and bfloat16 has 8: ones are lost if sums are
+    # rounded on the way.
     wanted = torch.tensor(256.0 + group.size - 1).bfloat16().expand(3)
     yield from _unlike("all_reduce(sum) in bfloat16", x, wanted)
 
@@ -139,6 +145,7 @@ def _nans(group: Group, device: torch.device) -> Faults:
             value = math.nan if group.rank == bad else float(group.rank)
             x = torch.tensor([value, 1.0], device=device)
             group.all_reduce(x, op)
+            # A minimum that ignores NaN would hide it.
             if not x[0].isnan() or x[1] != 1.0:
                 yield f"all_reduce({op}) of a NaN on rank {bad} gives {x.tolist()}"
 
@@ -152,6 +159,7 @@ def _messages(group: Group, device: torch.device, large: int) -> Faults:
     for size in sizes:
         x = values(me, size, torch.float32).to(device)
         group.send(x, to)
+        # A message must have been copied before `send` returns.
         x.fill_(-1.0)
     for size in sizes:
         x = torch.empty(size, device=device)
@@ -165,6 +173,7 @@ def _strided(group: Group, device: torch.device) -> Faults:
     n, me = group.size, group.rank
     size = 2 * n, 3 * n
     every = [
+        # Transposed, so not contiguous.
         values(rank, math.prod(size), torch.float32).view(size).T
         for rank in range(n)
     ]

@@ -49,6 +49,8 @@ TOKEN = "token"
 
 def rate(step: int) -> float:
     """Return the learning rate: first too small for a 16-bit weight, then large."""
+    # 1e-5 is below the last bit of most weights in 16 bits: masters must keep
+    # the update.
     return 1e-2 if step else 1e-5
 
 
@@ -199,12 +201,15 @@ class _Tracer:
         def forward(
             microbatch: int, bundle: Bundle, batch: Batch, **how: Any
         ) -> Bundle:
+            # At most one breach in all: the first is enough.
             self.breaches += islice(
                 unrounded(piece.units), 1 - len(self.breaches)
             )
             out = plain(microbatch, bundle, batch, **how)
             y = out["x"]
             if "counts" in out:
+                # Entry i of `order` is the i-th token by expert; its inverse
+                # gives each token's expert.
                 sorted_by = torch.repeat_interleave(out["counts"])[
                     out["order"].argsort()
                 ]
@@ -214,6 +219,7 @@ class _Tracer:
                 chosen.append(
                     each if own else each.chunk(self.parts, 1)[self.tp]
                 )
+            # Recomputation runs the forward again: only the first counts.
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
                 tokens = batch[TOKEN]
@@ -227,6 +233,7 @@ class _Tracer:
                 if last:
                     self.outputs.setdefault(name, []).append(seen)
                 if chosen:
+                    # Sorted, as the order of a token's experts has no meaning.
                     experts = chosen[-1].sort(-1).values
                     self.routes.setdefault(name, []).append(
                         (seen[0], experts[valid].cpu())
@@ -293,6 +300,7 @@ class _PoisonedMemory(AbstractContextManager[None]):
                 self.warned = (
                     torch.is_deterministic_algorithms_warn_only_enabled()
                 )
+                # warn_only: operations without a deterministic form still run.
                 torch.use_deterministic_algorithms(True, warn_only=True)
             self.inside += 1
 
@@ -349,6 +357,7 @@ def _train_layout(
     watch = (
         None
         if layout.compile
+        # Compiled code has no operations to look at one by one.
         else looked_at(mine, setting.precision, world.device)
     )
     for step in range(setting.steps):
@@ -383,6 +392,7 @@ class Observed:
         )
         executor.checked = True
         self.recorder = _Recorder(executor)
+        # The start, before any step.
         self.seen = Seen([*_parts(self.local, {}, -1)])
         self.tracer = _Tracer(layout, self.local, model)
 
@@ -410,7 +420,9 @@ class Observed:
         if batches is None:
             batches = validation_of(setting.batches, setting.steps)
         self.seen.validation = validator.mean_loss(
-            _own(batch, self.layout, self.local, world) for batch in batches
+            # A generator: one batch at a time is on the device.
+            _own(batch, self.layout, self.local, world)
+            for batch in batches
         )
 
 
@@ -428,6 +440,7 @@ def token_numbers(batch: Batch) -> Tensor:
     """Return the number of each token in the batch, or of each row without tokens."""
     first = next(iter(batch.values()))
     size = batch["tokens"].shape if "tokens" in batch else first.shape[:1]
+    # From 1: padding has 0.
     return torch.arange(1, size.numel() + 1).view(size)
 
 
@@ -440,6 +453,7 @@ def _parts(
             unit.home,
         )
         for entry in unit.entries():
+            # The elements of the rank's flat shard that belong to this weight.
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
             part = None if gradient is None else gradient[run].cpu()
             yield Part(step, entry, part, home[run].detach().cpu().clone())
@@ -463,9 +477,12 @@ class _Whole:
         mask = torch.zeros(weight.local, dtype=torch.bool)
         local.view(-1)[entry.start : entry.stop] = part
         mask.view(-1)[entry.start : entry.stop] = True
+        # The last rank's part may be padded: what is beyond the cut is not
+        # part of the weight.
         inside = tuple(slice(0, cut.stop - cut.start) for cut in weight.cuts)
         local, mask = local[inside], mask[inside]
         numbers, ranks = self.numbers[weight.box], self.rank[weight.box]
+        # Elements that no earlier rank had; the others must be equal to those.
         new = mask & (ranks < 0)
         differ = mask & ~new & ~_same_bits(numbers, local)
         # takes a third of the time of indexing by a mask
@@ -518,6 +535,7 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
 
     def joined(step: int) -> TracedStep:
         first, norm = seen[0], seen[0].norms[step]
+        # What differed before the first step counts for the first.
         kinds = [(step, "gradient"), (step, "weight")] + [(-1, "start")] * (
             step == 0
         )
@@ -534,11 +552,14 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
                 _unequal("validation loss", [rank.validation for rank in seen])
             )
         return TracedStep(
+            # Sums over ranks, divided by the tokens of all.
             sum(rank.losses[step] for rank in seen)
             / max(1.0, first.counts[step]),
             -1.0 if norm is None else norm,
             numbers_of(step, "gradient"),
             numbers_of(step, "weight"),
+            # NaN where no rank has the output, so that a missing one is a
+            # difference.
             _outputs(
                 seen, step, [rank.outputs[step] for rank in seen], math.nan
             ),
@@ -582,5 +603,6 @@ def _outputs(
             if name not in wholes:
                 size = *seen[0].sizes[step], *numbers.shape[1:]
                 wholes[name] = torch.full(size, nobody, dtype=numbers.dtype)
+            # Tokens are numbered over the flattened batch.
             wholes[name].view(-1, *numbers.shape[1:])[tokens] = numbers
     return wholes

@@ -153,6 +153,8 @@ def verify(
     shape = replace(shape, dropout=dropout)
     plain = None if make else PlainForward(shape, z_loss)
     make, layouts = make or partial(build_model, shape), tuple(layouts)
+    # A description that computes something else is refused before anything is
+    # trained.
     own = own_forward(make)
     make = partial(with_z_loss, make, z_loss) if z_loss else make
     known, model = logged(log), make()
@@ -177,6 +179,7 @@ def verify(
     alone = plain or (
         None if z_loss else own
     )  # the forward of a class has no z-loss
+    # Once for each fp8 format and division of sums; without fp8 once in all.
     known_truth = cache(partial(truth_of, make, setting, forward=alone))
     against = model_alone(model, own if alone is own else None, setting)
 
@@ -190,6 +193,7 @@ def verify(
             known = replace(known, replay=known_replay(rounding_of(layout)))
         return setting_for(layout, setting), known
 
+    # By size, so that a world of ranks is started once for each.
     by_size: dict[int, list[Layout]] = {}
     for layout in layouts:
         by_size.setdefault(layout.ranks, []).append(layout)
@@ -200,6 +204,7 @@ def verify(
             _world(size, new, worlds, make, terms, record) if new else ()
         ):
             verdict = replace(verdict, against=against)
+            # Written at once: a long comparison can be stopped and continued.
             if log:
                 with log.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
@@ -266,6 +271,7 @@ def with_loss_scale(make: Callable[[], Model], setting: Setting) -> Setting:
     first, patience = setting.scaling
     if setting.precision.compute != torch.float16:
         return setting
+    # Each try is a training of one step, so the scale falls in large steps.
     while first > 1.0 and not math.isfinite(_first_norm(make, setting, first)):
         first /= 8.0
     return replace(setting, scaling=(first, patience))
@@ -290,12 +296,16 @@ def with_overflow(make: Callable[[], Model], setting: Setting) -> Setting:
         make, replace(setting, scaling=(2.0**24, 1))
     ).scaling[0]
     for part in _SCALES:
+        # Between powers of two, and the half of each, where the overflow comes
+        # one step later.
         for first in (largest * part, largest * part / 2.0):
             near = first / _MARGIN, first, first * _MARGIN
             lower, skipped, upper = (
                 _skipped(make, setting, scale) for scale in near
             )
             if (
+                # The same steps for all three, at least one skipped and at
+                # least two that are not.
                 lower == skipped == upper
                 and 0 < len(skipped) < setting.steps - 1
             ):
@@ -315,7 +325,10 @@ def _skipped(
 
 
 def _first_norm(
-    make: Callable[[], Model], setting: Setting, scale: float
+    # The norm is infinite if any gradient overflows.
+    make: Callable[[], Model],
+    setting: Setting,
+    scale: float,
 ) -> float:
     scaler = torch.amp.GradScaler("cpu", scale)
     trace = _reference(make(), replace(setting, steps=1), scaler=scaler)
@@ -341,6 +354,7 @@ def _world(
     record: Path | None,
 ) -> Iterator[Verdict]:
     with worlds(size) as run:
+        # A fault in a transport would appear as one of every layout.
         if wrong := wrong_transport(size, run):
             yield from (
                 Verdict(str(x), size, False, math.inf, wrong) for x in layouts
@@ -386,6 +400,7 @@ def wrong_transport(size: int, run: Runner) -> str:
     """Return the first call of a world's groups with a wrong result, or ""."""
     if size == 1:
         return ""
+    # Rank by rank: the first that is not empty.
     try:
         return next(filter(None, run(transport_fault)), "")
     # a call that raises is wrong, too
@@ -424,6 +439,7 @@ def judge(
     # finding.
     first = "; ".join((*unequal[:1], *got.breaches[:1]))
     worst = max(d.error for d in differences)
+    # Exact quantities have no allowed error to compare with.
     share = max(d.error / d.allowed for d in differences if d.allowed)
     covered, missing = _overflow(truth.trace, setting)
     return Verdict(
@@ -454,6 +470,8 @@ def modules_differ(
     float64 on one batch."""
     if plain is None:
         return ""
+    # In float64, whatever precision is compared later: formulas are compared
+    # here, not roundings.
     batch = {
         n: x.double() if x.is_floating_point() else x
         for n, x in setting.batches(0).items()
@@ -502,6 +520,8 @@ def truth_of(
         precision.compute == torch.float16,
     )
     replayed = not matmul or can_replay(model, cuts)
+    # In float64, too, fp8 needs bounds if one process cannot split the sums as
+    # the ranks do.
     exact = exact and replayed
     own = cuts if matmul and replayed else Layout()
     # the modules' own roundings count
@@ -515,6 +535,8 @@ def truth_of(
         first, patience = setting.scaling
         model = make()
         if nudge and not replayed:
+            # Random splits stand for those of the ranks, which one process
+            # cannot make.
             install(model, matmul, cuts, nudge.generator)
         else:
             install(model, matmul, own)
@@ -523,6 +545,8 @@ def truth_of(
             if half
             else None
         )
+        # Three microbatches add a rounding of gradients, as ranks'
+        # microbatches do.
         parts = 1 if exact or whole else 3
         terms = replace(setting, batches=batches)
         more = {"nudge": nudge, "scaler": scaler}
@@ -544,6 +568,7 @@ def truth_of(
             )
     if exact:
         return Truth(trace)
+    # A generator: one training at a time is held beside the first.
     nudged = (
         train(Nudge(torch.Generator().manual_seed(n))) for n in range(NUDGED)
     )
@@ -560,6 +585,7 @@ def logged(log: Path | None) -> dict[str, Verdict]:
         read_text(log, "log", LayoutError, LOG).splitlines(), 1
     ):
         try:
+            # Fields by name; a line of another version fails.
             verdict = Verdict(**json.loads(line))
         except (ValueError, TypeError, RecursionError):
             raise LayoutError(

@@ -121,9 +121,13 @@ class NarrowArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # The operation is run first, as its result is what counts.
         result = func(*args, **(kwargs or {}))
         if not self.found and _has_16_bits(result):
+            # The caller of this method, and from there outwards.
             frame = _own_frame(sys._getframe(1))
+            # By operation and code: a rank repeats the same few in every layer
+            # and step.
             key = func, frame.f_code if frame else None
             if key not in self.known:
                 self.known.add(key)
@@ -149,6 +153,7 @@ def _own_frame(frame: FrameType | None) -> FrameType | None:
 def _breach(func: Any, frame: FrameType | None) -> str:
     namespace, _, name = str(func).partition(".")
     name = name.partition(".")[0]
+    # Kernels of our own and moves of data round nothing.
     if frame is None or namespace != "aten" or name in MOVES:
         return ""
     code = frame.f_code
@@ -157,6 +162,7 @@ def _breach(func: Any, frame: FrameType | None) -> str:
         file.startswith("comm/") and name == "copy_"
     ):
         return ""  # groups copy the tensors that they transport
+    # A function inside another counts as the outer one.
     function = code.co_qualname.partition(".<locals>")[0]
     if name in NARROW.get(f"{file}:{function}", "").split():
         return ""
@@ -172,7 +178,9 @@ def looked_at(
     """Return the mode that examines a rank's operations, for modules and kernels that
     the table covers."""
     built_in = isinstance(
-        getattr(model.draw, "__self__", None), Decoder | DeepMlp
+        # Users' own modules may round where they like.
+        getattr(model.draw, "__self__", None),
+        Decoder | DeepMlp,
     )
     if not built_in or precision.compute not in HALVES or device.type != "cpu":
         return None
@@ -187,6 +195,7 @@ def unrounded(units: Iterable[Unit]) -> Iterator[str]:
             continue
         own = unit.buffer[unit.start : unit.start + unit.part]
         wanted = unit.home.to(own.dtype).to(own.device)
+        # As bytes, as NaN differs from itself.
         if not torch.equal(own.view(torch.uint8), wanted.view(torch.uint8)):
             names = ", ".join(weight.name for weight in unit.order[:1])
             yield f"the weights of {names} that are computed with are not the rounded ones"
