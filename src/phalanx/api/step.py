@@ -245,7 +245,8 @@ def step_of(
         name not in SCHEDULES and _is_layout(name)
     ):
         raise UsageError(
-            f"the layout {name!r} needs a model: add --model 124m, or another shape."
+            f"the layout {name!r} needs a model: add --model 124m, or another shape;"
+            f" in Python, draw({name!r}, '124m')."
         )
     return _of_schedule(name, terms)
 

@@ -80,6 +80,9 @@ class Picture:
     unit: str = "bytes"
     clock: str = ""
 
+    def __repr__(self) -> str:
+        return f"<Picture of {self.title!r}: {self.timeline!r}>"
+
     def __str__(self) -> str:
         from .text import text
 

@@ -593,6 +593,21 @@ def _kind(value: Any) -> str:
 # ---- from a value to text
 
 
+def changed_repr(value: Any) -> str:
+    """Return the call that makes a dataclass, without the fields that have their defaults."""
+    written = []
+    for each in fields(value):
+        own = getattr(value, each.name)
+        default = each.default
+        if each.default_factory is not MISSING:
+            default = each.default_factory()
+        if own == default:
+            continue
+        shown = changed_repr(own) if is_dataclass(own) else repr(own)
+        written.append(f"{each.name}={redacted(shown)}")
+    return f"{type(value).__name__}({', '.join(written)})"
+
+
 def dump(value: Any, *, short: bool = False) -> str:
     """The TOML text that reads back as this value, with each key's meaning.
 

@@ -258,6 +258,9 @@ class Layout:
             cls.parse(part) for part in text.split(";") if part.strip()
         )
 
+    def __repr__(self) -> str:
+        return f"Layout.parse({str(self)!r})"
+
     def __str__(self) -> str:
         words = [str(a) for a in self.mesh.axes]
         words += ["seq"] * self.seq

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .choices import ADAMW, OPTIMIZERS, PRECISIONS, PYTHON, SGD, elsewhere
-from .codec import FileError, Mistake, Reader, dump, key, text_of
+from .codec import FileError, Mistake, Reader, changed_repr, dump, key, text_of
 from .families import code_of
 from .files import parse_toml, read_text
 from .hub import model_folder
@@ -464,6 +464,8 @@ class Run:
 
     def __str__(self) -> str:
         return dump(self)
+
+    __repr__ = changed_repr  # shown by notebooks
 
     @cached_property
     def sources(self) -> tuple[tuple[str, int], ...]:

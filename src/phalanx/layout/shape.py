@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from .choices import no_such
-from .codec import FileError, Mistake, decode, key, load, out_of_bounds, parse
+from .codec import (
+    FileError,
+    Mistake,
+    changed_repr,
+    decode,
+    key,
+    load,
+    out_of_bounds,
+    parse,
+)
 from .hash_once import hash_once, state_without_hash
 from .mesh import LayoutError
 from .pieces import PieceRow, block_linears, shape_rows
@@ -204,6 +213,8 @@ class Shape:
         (), "linears with LoRA; empty: all of a block"
     )
     source: str = ""
+
+    __repr__ = changed_repr  # shown by notebooks
 
     def __post_init__(self) -> None:
         mistakes = out_of_bounds(self)

@@ -241,6 +241,11 @@ class Program:
         """The pieces that use a unit's weights."""
         return (unit, *(user for user, tied in self.tied if tied == unit))
 
+    def __repr__(self) -> str:
+        operations = sum(map(len, self.rows))
+        mesh = str(self.mesh) or "one rank"
+        return f"<Program of {mesh}: {operations:,} operations in {len(self.rows)} lists>"
+
     def __str__(self) -> str:
         lines = [_HEADER, f"mesh {self.mesh}".rstrip()]
         lines += [f"tied {piece}:{unit}" for piece, unit in self.tied]

@@ -39,6 +39,9 @@ class Timeline:
         Mapping[int, tuple[tuple[float, Mapping[str, float]], ...]] | None
     ) = None
 
+    def __repr__(self) -> str:
+        return f"<Timeline of {len(self.ranks)} ranks: {len(self.spans):,} spans, {self.makespan:.4g} s>"
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(s.rank for s in self.spans))
