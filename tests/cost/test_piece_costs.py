@@ -122,7 +122,7 @@ def test_a_block_of_tensor_parallel_sends_what_megatron_says() -> None:
     with sequence parallel as many gathers and scatters."""
     size = 3.0 * 32 * GPT.hidden * 2
     plain = costed(GPT, "tp2 bf16", 3)[1]
-    for load in (plain.forward, plain.backward, plain.again):
+    for load in (plain.forward, plain.backward, plain.recompute):
         assert messages(load) == {("tp", "all_reduce", size): 2}
     seq = costed(GPT, "tp2 seq bf16", 3)[1]
     for load in (seq.forward, seq.backward):
@@ -133,7 +133,7 @@ def test_a_block_of_tensor_parallel_sends_what_megatron_says() -> None:
         assert messages(load) == both
     # A rank keeps its part of what a product takes, and gathers it again.
     selective = costed(GPT, "tp2 seq recompute:selective bf16", 3)[1]
-    assert messages(selective.again) == {("tp", "all_gather", size): 2}
+    assert messages(selective.recompute) == {("tp", "all_gather", size): 2}
 
 
 def test_selective_recomputation_repeats_no_product_and_no_sum() -> None:
@@ -141,10 +141,10 @@ def test_selective_recomputation_repeats_no_product_and_no_sum() -> None:
         costed(TINY, f"tp2 {x} bf16") for x in ("recompute:selective", "")
     )
     block = selective[1]
-    assert not block.again.products
-    assert not block.again.attention
-    assert not block.again.messages
-    assert 0 < block.again.moved < block.forward.moved
+    assert not block.recompute.products
+    assert not block.recompute.attention
+    assert not block.recompute.messages
+    assert 0 < block.recompute.moved < block.forward.moved
     assert block.input < block.selected < block.kept == plain[1].kept
     assert block.backward == plain[1].backward
     assert messages(block.forward) == messages(plain[1].forward) != {}
@@ -388,5 +388,5 @@ def test_a_compiled_selective_backward_holds_what_is_computed_again() -> None:
     assert compiled.kept == eager.selected
     assert compiled.selected == 0
     assert products(compiled.input_gradient) == products(
-        eager.again + eager.input_gradient
+        eager.recompute + eager.input_gradient
     )

@@ -67,7 +67,7 @@ def block(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
             2 * moved, 60, _messages(s, cut, tokens, narrow),
         ),
         weight_gradient=Load(tuple(Product(a, tokens, b) for a, b in cols), (), 0.0, 20),
-        again=Load(
+        recompute=Load(
             tuple(Product(tokens, a, b) for a, b in cols),
             (core,), moved, 40, _messages(s, cut, tokens, narrow),
         ),

@@ -254,9 +254,11 @@ def test_steps_that_roll_take_what_the_longest_stage_takes() -> None:
     """Of zb-h2 with parts of a backward as long as its forward, no stage ever waits (Qi et al. 2024,
     figure 3); 1F1B's first stage is at work from the beginning to the end."""
     asked = request(
-        "h100x4", software=replace(profile("phalanx"), rolls=True), layers=4
+        "h100x4",
+        software=replace(profile("phalanx"), no_step_barrier=True),
+        layers=4,
     )
-    for text, rolls in (
+    for text, no_step_barrier in (
         ("pp4 zb-h2:8 bf16", True),
         ("pp4 1f1b:8 bf16", False),
     ):
@@ -276,7 +278,7 @@ def test_steps_that_roll_take_what_the_longest_stage_takes() -> None:
         priced = Priced(case, made, asked.hardware, asked.profile)
         found, path, costs = choice(priced), longest(priced), priced.costs()
         assert found.step == pytest.approx(
-            8 * 3 if rolls else 8 * 3 + 3 * 3, rel=0.01
+            8 * 3 if no_step_barrier else 8 * 3 + 3 * 3, rel=0.01
         )
         assert sum(
             often * costs.of(op, rank) for (rank, op), often in path.items()

@@ -465,13 +465,15 @@ def test_what_selective_recomputation_repeats_of_the_products_is_the_profiles() 
     layout = Layout.parse(text)
     forward = pieces(SHAPE, layout, SHAPE.sequence, 1.0)[1].forward
     products = sum(chip.product(p, layout.precision) for p in forward.products)
-    assert half.again.device - none.again.device == pytest.approx(products / 2)
+    assert half.recompute.device - none.recompute.device == pytest.approx(
+        products / 2
+    )
     assert half.forward == none.forward
     whole = (
         _one("recompute:all", what=replace(BARE, repeats=part))[1][1]
         for part in (0.0, 0.5)
     )
-    assert len({each.again for each in whole}) == 1
+    assert len({each.recompute for each in whole}) == 1
 
 
 def test_what_software_keeps_of_a_token_follows_from_its_kernels() -> None:

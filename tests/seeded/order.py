@@ -292,16 +292,16 @@ def _() -> AbstractContextManager[None]:
     dropout=0.2,
 )
 def _() -> AbstractContextManager[None]:
-    right = Executor._again
+    right = Executor._recompute
 
-    def again(self: Executor, op: Op) -> None:
+    def recompute(self: Executor, op: Op) -> None:
         kept = self.batches, self.completed
         self.batches = [{**b, "noise": b["noise"] + 1} for b in self.batches]
         self.completed = {}
         right(self, op)
         self.batches, self.completed = kept
 
-    return swapped(Executor, "_again", again)
+    return swapped(Executor, "_recompute", recompute)
 
 
 @fault(
@@ -311,15 +311,15 @@ def _() -> AbstractContextManager[None]:
     "gradient of layers.3",
 )
 def _() -> AbstractContextManager[None]:
-    right = Executor._again
+    right = Executor._recompute
 
-    def again(self: Executor, op: Op) -> None:
+    def recompute(self: Executor, op: Op) -> None:
         key = op.piece, op.index
         if key in self.segments:
             self.segments[key] = {"x": self.segments[key]["x"].flip(0)}
         right(self, op)
 
-    return swapped(Executor, "_again", again)
+    return swapped(Executor, "_recompute", recompute)
 
 
 @fault(
@@ -329,9 +329,9 @@ def _() -> AbstractContextManager[None]:
     "gradient of layers.3",
 )
 def _() -> AbstractContextManager[None]:
-    right = Executor._again
+    right = Executor._recompute
 
-    def again(self: Executor, op: Op) -> None:
+    def recompute(self: Executor, op: Op) -> None:
         selected = self.selected[op.piece, op.index]
         product = next(
             n
@@ -343,7 +343,7 @@ def _() -> AbstractContextManager[None]:
         )
         right(self, op)
 
-    return swapped(Executor, "_again", again)
+    return swapped(Executor, "_recompute", recompute)
 
 
 @fault(

@@ -62,7 +62,7 @@ class Watcher:
         )
         self.others = Others()
         self.voice = Voice(hosted.program)
-        self.said = set[str]()  # keys of printed notices
+        self.printed = set[str]()  # keys of printed notices
         self.diagnosed = 0.0  # time of the last diagnosis
         # states of the ranks when the run was ended
         self.final: list[RankState] | None = None
@@ -127,8 +127,8 @@ class Watcher:
             last = diagnose([*states, *others.ranks], timeout, others.missing)
             return last if last.hangs else found
         for key, text in found.notices if self._speaks() else ():
-            if key not in self.said:
-                self.said.add(key)
+            if key not in self.printed:
+                self.printed.add(key)
                 self.voice.say(text)
         return None
 

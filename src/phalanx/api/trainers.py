@@ -164,18 +164,18 @@ class CheckedFile:
 
     def _summary(self) -> str:
         job, trainer = self.reading.job, self.trainer
-        told = (
+        text = (
             f"{self.path} is a file of {trainer.title} ({trainer.versions}):"
         )
-        told += f" {str(job.layout) or 'one rank'}, {job.layout.ranks:,} ranks"
+        text += f" {str(job.layout) or 'one rank'}, {job.layout.ranks:,} ranks"
         if job.shape is not None:
             size = count_text(job.shape.total)
-            told += f", {size} parameters ({job.shape.name})"
+            text += f", {size} parameters ({job.shape.name})"
         if self.request is not None:
             request = self.request
-            told += f", {request.batch:,} sequences of {request.sequence:,} tokens a step"
-            told += f"; software as {request.profile.name!r}"
-        return told + "."
+            text += f", {request.batch:,} sequences of {request.sequence:,} tokens a step"
+            text += f"; software as {request.profile.name!r}"
+        return text + "."
 
     def _advice(self) -> Iterator[str]:
         """Describe faster layouts that the same trainer can run, and how to write one."""

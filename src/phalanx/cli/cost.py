@@ -130,7 +130,7 @@ def _operations(cut: Layout, found: PieceCost) -> dict[str, Load]:
     else:
         loads[ops.BACKWARD] = found.backward
     return loads | (
-        {ops.RECOMPUTE_PART: found.again} if found.selected else {}
+        {ops.RECOMPUTE_PART: found.recompute} if found.selected else {}
     )
 
 

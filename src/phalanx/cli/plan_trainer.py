@@ -20,7 +20,7 @@ def write_for(args: argparse.Namespace, request: Request) -> int:
 
     The exit code is 1 if the file cannot express the whole layout, or if nothing fits.
     """
-    told = ""
+    expected = ""
     if args.layout is not None:
         layout = _named(args.layout, request)
     else:
@@ -32,7 +32,7 @@ def write_for(args: argparse.Namespace, request: Request) -> int:
             return 1
         layout = planned.best
         step = seconds_text(planned.layouts[0].step)
-        told = f"{step} a step, with software as {request.profile.name!r}"
+        expected = f"{step} a step, with software as {request.profile.name!r}"
     file = trainer_file(request, layout)
     if args.json:
         print_json(file_figures(file))
@@ -40,7 +40,7 @@ def write_for(args: argparse.Namespace, request: Request) -> int:
     # Only the file on standard output, so that it can be redirected.
     say(file.text, end="")
     complain(
-        f"{file.trainer.title} {file.trainer.versions}: {layout}. {told}".strip()
+        f"{file.trainer.title} {file.trainer.versions}: {layout}. {expected}".strip()
     )
     if file.unsaid:
         complain(f"{file.trainer.title} cannot say:")

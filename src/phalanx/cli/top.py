@@ -251,15 +251,16 @@ class _Run:
                 "%d %H:%M:%S", time.localtime(_number(record, "time"))
             )
             words = ("text", "why", "error", "path")
-            told = next(
+            detail = next(
                 (str(record[word]) for word in words if record.get(word)), ""
             )
             if record["event"] == "validation":
-                told = f"loss {_number(record, 'loss'):.4f}"
+                detail = f"loss {_number(record, 'loss'):.4f}"
             elif record["event"] == "straggler":
-                told = f"rank {record.get('rank')}: {_number(record, 'seconds'):.3g} s of its own work a step"
+                seconds = _number(record, "seconds")
+                detail = f"rank {record.get('rank')}: {seconds:.3g} s of its own work a step"
             step = f"step {record['step']}  " if "step" in record else ""
-            yield f"{at}  {record['event']}  {step}{told.splitlines()[0] if told else ''}"
+            yield f"{at}  {record['event']}  {step}{detail.splitlines()[0] if detail else ''}"
 
 
 def _number(record: Record, name: str) -> float:

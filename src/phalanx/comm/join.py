@@ -208,7 +208,7 @@ def _answer(
     store: Any, at: Rendezvous, timeout: float
 ) -> tuple[dict[str, str], int]:
     """Rank 0's answer to all ranks, and the number of ranks that have made an offer."""
-    begun, size, told = time.monotonic(), at.size, False
+    begun, size, noted = time.monotonic(), at.size, False
     while True:
         lines = store.get("offers").decode().splitlines()
         offers: dict[int, dict[str, str]] = dict(
@@ -238,8 +238,8 @@ def _answer(
         waited = time.monotonic() - begun
         if waited > timeout:
             return {"error": _missing(offers, at, timeout)}, len(offers)
-        if waited > NOTICE and not told:
-            told = True
+        if waited > NOTICE and not noted:
+            noted = True
             text = f"{_missing(offers, at, NOTICE)} Rank 0 waits until {timeout:g} s."
             print(text, file=sys.stderr, flush=True)
         time.sleep(0.02)

@@ -199,7 +199,7 @@ def listen(at: Rendezvous) -> socket.socket:
     It listens on the address that the others are given, or on all addresses if this
     host resolves its own name to loopback and the others do not.
     """
-    # What the other ranks are told, resolved on this host.
+    # What the other ranks are noted, resolved on this host.
     address = at.host
     with contextlib.suppress(OSError):
         address = str(
@@ -231,7 +231,7 @@ def await_master(
 
     After `notice` seconds it prints a line, as the others may start much later.
     """
-    begun, told = time.monotonic(), False
+    begun, noted = time.monotonic(), False
     while True:
         try:
             # Only whether it answers; the store makes a connection of its own.
@@ -242,8 +242,8 @@ def await_master(
         waited = time.monotonic() - begun
         if waited > seconds:
             return reason
-        if waited > notice and not told:
-            told = True
+        if waited > notice and not noted:
+            noted = True
             print(
                 f"rank {at.rank} of {at.size} ({at.source}) at {mine} has not reached rank 0 at"
                 f" {at.host}:{at.port} in {notice:g} s ({reason}) and keeps trying for {seconds:g} s."

@@ -264,9 +264,9 @@ def cost_of_row(row: Sequence[Any]) -> PieceCost:
     """The cost from the list of its fields."""
     # The first four fields are loads, the others numbers.
     loads, numbers = row[:4], row[4:]
-    forward, into_input, into_weights, again = map(_load, loads)
+    forward, into_input, into_weights, recompute = map(_load, loads)
     return PieceCost(
-        forward, into_input, into_weights, again, *map(float, numbers)
+        forward, into_input, into_weights, recompute, *map(float, numbers)
     )
 
 

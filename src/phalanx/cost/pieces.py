@@ -226,8 +226,8 @@ def run(
         return cost, out
     inside = replace(  # the compiled backward includes what is recomputed
         cost,
-        input_gradient=cost.again + cost.input_gradient,
-        again=cost.forward,
+        input_gradient=cost.recompute + cost.input_gradient,
+        recompute=cost.forward,
         kept=cost.selected,
         temporary=cost.temporary + cost.kept - cost.selected,
         selected=0.0,
@@ -262,7 +262,7 @@ def _run(
         del y
         part = scales.now
         temporary, scales.most = scales.most - part, part
-        with scales.on("again"):
+        with scales.on("recompute"):
             y = piece.forward(0, bundle, batch, keep=True, selected=selected)
     most = scales.most
     del bundle, y
@@ -303,7 +303,7 @@ def _run(
         forward=forward,
         input_gradient=scales.load("input_gradient"),
         weight_gradient=scales.load("weight_gradient"),
-        again=forward if selected is None else scales.load("again"),
+        recompute=forward if selected is None else scales.load("recompute"),
         kept=float(kept),
         kept_after_i=float(after),
         input=float(entry),

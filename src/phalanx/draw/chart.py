@@ -280,7 +280,7 @@ def _series(
         values = "; ".join(
             f"{across.axis.write(x)}, {up.axis.write(y)}" for x, y in path
         )
-        told = (
+        tooltip = (
             {"data-name": series.name, "data-values": values} if bare else {}
         )
         yield tag(
@@ -288,7 +288,7 @@ def _series(
             points=points,
             **look,
             stroke_dasharray=dash,
-            **told,
+            **tooltip,
             # A path of one point has no length: show it as a dot.
         )
     if series.dots or len(series.points) == 1:

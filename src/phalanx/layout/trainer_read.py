@@ -318,10 +318,10 @@ class _FileReader:
         precisions = self.trainer.words["precision"].values()
         keys = {key for rows in precisions for row in rows for key in row}
         # The trainer's own words for a precision that its script decides.
-        told = self.trainer.elsewhere.get("precision")
-        if told and keys.isdisjoint(self.options):
+        note = self.trainer.elsewhere.get("precision")
+        if note and keys.isdisjoint(self.options):
             self.chosen["precision"] = BF16
-            self._note(told)
+            self._note(note)
         if not self.left:
             return
         known = set(self.trainer.options)

@@ -120,7 +120,7 @@ def _units(space: Space, options: Options) -> tuple[Units, ...]:
 # ---- times and sizes of pieces
 
 # Seconds of a piece's operations, then the bytes that it holds.
-_SECONDS = ("forward", "backward", "input_gradient", "again")
+_SECONDS = ("forward", "backward", "input_gradient", "recompute")
 _HELD = (
     "kept", "kept_after_i", "temporary", "input", "selected", "repeated",
     "weights", "frozen", "experts",
@@ -210,7 +210,7 @@ def _without(source: _Source, block: PieceTimes) -> PieceTimes:
     # input and everything.
     fewest = min(cost.input, cost.kept)
     cost = replace(cost, kept=fewest, kept_after_i=0.0, selected=fewest)
-    return replace(block, again=OpTime(), cost=cost)
+    return replace(block, recompute=OpTime(), cost=cost)
 
 
 def _numbers(piece: PieceTimes) -> list[float]:
@@ -220,7 +220,7 @@ def _numbers(piece: PieceTimes) -> list[float]:
         piece.forward.total,
         piece.backward,
         piece.input_gradient.total,
-        piece.again.total,
+        piece.recompute.total,
     ]
     # For a recomputed block. If it is several pieces, one is recomputed after the
     # other.
@@ -297,7 +297,9 @@ class _Numbers:
         self.kept_after_i = [array(kind, "kept_after_i") for kind in blocks]
         # Zero for inner choices that recompute nothing.
         repeats = of_inners(lambda name: name != "none")
-        self.again = [array(kind, "again") * repeats for kind in blocks]
+        self.recompute = [
+            array(kind, "recompute") * repeats for kind in blocks
+        ]
         self.segment = of_inners(segment_blocks)
         self.whole = repeats > 0
         self.layers = [float(self.kinds.count(kind)) for kind in blocks]
@@ -402,12 +404,12 @@ def _time(
     # for a block of each kind and one microbatch
     block = [
         sum(each)
-        for each in zip(forwards, backwards, numbers.again, strict=True)
+        for each in zip(forwards, backwards, numbers.recompute, strict=True)
     ]
     embed, head = embed_forward + embed_backward, head_forward + head_backward
     # A segment that ends in the head is not recomputed: its forward has just run.
-    spared = (numbers.segment - 1) * _highest(numbers.again)
-    repeated = _total(stages.blocks, numbers.again)
+    spared = (numbers.segment - 1) * _highest(numbers.recompute)
+    repeated = _total(stages.blocks, numbers.recompute)
     # (microbatches, pipelines, inners, ranks)
     work = _total(stages.blocks, block) - np.minimum(
         stages.head * spared, repeated
@@ -416,8 +418,10 @@ def _time(
     lost = _lost(space, options, numbers, collectives, counts, split=split)
     work = work + _total(stages.blocks, lost)
     # If steps roll, no stage waits for others to begin or to end.
-    rolls = space.request.profile.rolls
-    later = ((sum(stages.before) > 0) | (stages.embed == 0)) & (not rolls)
+    no_step_barrier = space.request.profile.no_step_barrier
+    later = ((sum(stages.before) > 0) | (stages.embed == 0)) & (
+        not no_step_barrier
+    )
     begin = np.where(
         later, embed_forward + _total(stages.before, forwards), 0.0
     )
@@ -460,7 +464,7 @@ def _ends(
     embedding's if the backward is whole, is summed after it. Then a rank is updated.
     """
     sharded = np.array([zero.stage > 0 for zero in options.zeros]) & (
-        not space.request.profile.rolls
+        not space.request.profile.no_step_barrier
     )
     sums = collectives.reduce + collectives.replicas
     # A split backward may sum any unit last, so take the shortest sum.
@@ -498,7 +502,7 @@ def _lane(
     most = gather.max(axis=0)[:, None, None, None]
     # Each block's forward and backward gather once, except those that share a
     # gather.
-    spared = (twice + space.request.profile.rolls) * most
+    spared = (twice + space.request.profile.no_step_barrier) * most
     gathers = np.maximum(2 * counts * once - spared, 0.0)
     each_use = [
         zero.gather == "micro" and zero.stage == 3 for zero in options.zeros

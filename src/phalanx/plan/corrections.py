@@ -66,7 +66,7 @@ class PieceWork:
 
     `gathered` are messages that travel beside the matmuls of the input's gradient.
     `repeats` is the share of the forward's matmuls that is recomputed in addition to
-    `cost.again`.
+    `cost.recompute`.
     """
 
     cost: PieceCost
@@ -95,11 +95,11 @@ def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
     kept = sum(message.bytes for message in columns) * (
         1 - 1 / software.cut.tp
     )
-    others = tuple(m for m in cost.again.messages if m not in columns)
-    again = replace(cost.again, messages=others)
+    others = tuple(m for m in cost.recompute.messages if m not in columns)
+    recompute = replace(cost.recompute, messages=others)
     return replace(
         work,
-        cost=replace(cost, again=again, kept=cost.kept - kept),
+        cost=replace(cost, recompute=recompute, kept=cost.kept - kept),
         gathered=tuple(columns),
     )
 
@@ -112,11 +112,15 @@ def ends_recomputation_early(work: PieceWork, software: Software) -> PieceWork:
     """
     if not software.profile.ends_early or software.selective:
         return work
-    again = work.cost.again
+    recompute = work.cost.recompute
     # Only tp ends a block in a message; without it there is none to leave out.
-    messages = again.messages[:-1] if software.cut.tp > 1 else again.messages
-    again = replace(again, products=again.products[:-1], messages=messages)
-    return replace(work, cost=replace(work.cost, again=again))
+    messages = (
+        recompute.messages[:-1] if software.cut.tp > 1 else recompute.messages
+    )
+    recompute = replace(
+        recompute, products=recompute.products[:-1], messages=messages
+    )
+    return replace(work, cost=replace(work.cost, recompute=recompute))
 
 
 def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
@@ -131,7 +135,7 @@ def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
     attention = cost.forward.attention
     if software.selective:
         cost = replace(
-            cost, again=Load(attention=attention), selected=cost.kept
+            cost, recompute=Load(attention=attention), selected=cost.kept
         )
     # Scores of all heads on this rank: batch x heads x queries x keys.
     scores = sum(a.batch * a.heads * a.queries * a.keys for a in attention)

@@ -154,9 +154,11 @@ def _stage_times(
     # One table of seconds for each kind of piece.
     computed = list(map(slowed, times.values, messages))
     repeats = inner.recompute != "none"
-    again = [piece.again.total * repeats for piece in times.values]
-    again[0] = again[-1] = 0.0  # embedding and head are never recomputed
-    segment = segment_blocks(inner.recompute) * max(again)
+    recompute = [piece.recompute.total * repeats for piece in times.values]
+    recompute[0] = recompute[-1] = (
+        0.0  # embedding and head are never recomputed
+    )
+    segment = segment_blocks(inner.recompute) * max(recompute)
     alone, rest, ending = [], [], []
     for op, stage in keys:
         held = stages.counts[stage].items()
@@ -165,7 +167,7 @@ def _stage_times(
         if op in ops.PROPAGATES:
             # A segment with the head is not recomputed, as it has just been computed.
             final = stage == len(stages.counts) - 1
-            repeated = sum(number * again[kind] for kind, number in held)
+            repeated = sum(number * recompute[kind] for kind, number in held)
             repeated = max(0.0, repeated - final * segment)
         # Recomputing one segment needs no gradient, so it may begin before the
         # gradient arrives.
@@ -245,7 +247,7 @@ def followed(
 def _looked_at(space: Space, pipe: Pipeline, pp: int, count: int) -> bool:
     """True if schedules like this one are followed."""
     request = space.request
-    other = request.profile.rolls or request.hardware.cores
+    other = request.profile.no_step_barrier or request.hardware.cores
     other = other or pipe.overlap or traits(pipe.schedule).forward_first
     # Three operations for each microbatch and virtual stage: F, I and W.
     return pp > 1 and not other and 3 * pp * pipe.chunks * count <= _NODES

@@ -63,7 +63,7 @@ class PieceTimes:
     forward: OpTime
     input_gradient: OpTime  # I
     weight_gradient: OpTime  # W
-    again: OpTime  # R
+    recompute: OpTime  # R
     cost: PieceCost
     parts: tuple[PieceTimes, ...] = ()  # if a block consists of several pieces
 
@@ -78,7 +78,7 @@ class PieceTimes:
             ops.FORWARD: self.forward.total,
             ops.INPUT_GRADIENT: self.input_gradient.total,
             ops.WEIGHT_GRADIENT: self.weight_gradient.total,
-            ops.RECOMPUTE: self.again.total,
+            ops.RECOMPUTE: self.recompute.total,
         }
 
 
@@ -326,7 +326,7 @@ class PieceParts:
     forward: OpParts
     input_gradient: OpParts
     weight_gradient: OpParts
-    again: OpParts
+    recompute: OpParts
     cost: PieceCost
     parts: tuple[PieceParts, ...] = ()  # if a block consists of several pieces
 
@@ -337,7 +337,7 @@ class PieceParts:
             self.forward.under(profile, piped),
             self.input_gradient.under(profile, piped),
             self.weight_gradient.under(profile, piped),
-            self.again.under(profile, piped),
+            self.recompute.under(profile, piped),
             self.cost,
             tuple(part.under(profile, piped) for part in self.parts),
         )
@@ -364,7 +364,7 @@ def piece_parts(
         return op_parts(load, hardware, cut, dtype, profile, added)
 
     forward = parts(cost.forward)
-    again = parts(cost.again)
+    recompute = parts(cost.recompute)
     inputs = parts(cost.input_gradient, none.input_gradient if none else None)
     # Inputs gathered again travel beside the products of the input gradient.
     if work.gathered:
@@ -376,7 +376,8 @@ def piece_parts(
         inputs,
         parts(cost.weight_gradient, none.weight_gradient if none else None),
         replace(
-            again, products=again.products + work.repeats * forward.products
+            recompute,
+            products=recompute.products + work.repeats * forward.products,
         ),
         cost,
     )
@@ -442,7 +443,7 @@ def _whole(parts: tuple[PieceParts, ...]) -> PieceParts:
         together([part.forward for part in parts]),
         together([part.input_gradient for part in parts]),
         together([part.weight_gradient for part in parts]),
-        together([part.again for part in parts]),
+        together([part.recompute for part in parts]),
         joined([part.cost for part in parts]),
         parts,
     )

@@ -438,7 +438,7 @@ class Priced:
                 kind: time * slower + lost_beside(time, beside.get(kind, 0.0))
                 for kind, time in t.computed.items()
             },
-            ops.RECOMPUTE_PART: t.again.total * slower,
+            ops.RECOMPUTE_PART: t.recompute.total * slower,
             # What is not narrow is exchanged whole, beside the scales of
             # narrow tiles.
             ops.AGREE_SCALES: units.agree_scales(

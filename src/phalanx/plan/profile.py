@@ -107,7 +107,7 @@ class SoftwareProfile:
     one_port: bool = key(
         False, "a data-parallel collective uses one port of a server, not all"
     )
-    rolls: bool = key(
+    no_step_barrier: bool = key(
         False,
         "a stage begins its next step when its own has ended; norms come later",
     )
@@ -167,7 +167,7 @@ class SoftwareProfile:
         """Options of this software's step that the layout does not set."""
         return StepOptions(
             whole_matrices=self.muon,
-            agree=not self.rolls,
+            agree=not self.no_step_barrier,
             overlaps=self.overlaps_data,
             gathers_at_once=self.gathers_at_once,
         )

@@ -209,7 +209,7 @@ def _least(screened: Screened, i: int) -> dict[str, float]:
         t = piece.times
         times = [t.forward, t.input_gradient, t.weight_gradient]
         # Embedding and head are never recomputed.
-        times += [t.again] * (
+        times += [t.recompute] * (
             layout.recompute != "none" and 0 < piece.row.piece <= shape.layers
         )
         each.append(

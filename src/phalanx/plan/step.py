@@ -371,7 +371,7 @@ class _Stretch(NamedTuple):
 
     period: int
     tail: int
-    again: float
+    repeats: float
 
 
 def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
@@ -443,10 +443,10 @@ def _played(
     )
     starts, ends = times(made, costs, _cores(priced))
     if stretch and part:
-        weight = [1.0 + stretch.again * inside for inside in part.inside]
+        weight = [1.0 + stretch.repeats * inside for inside in part.inside]
         # Each repetition shifts the end of the step by the same time.
-        longer = stretch.again * shift(made, part, ends)
-    if not priced.profile.rolls:
+        longer = stretch.repeats * shift(made, part, ends)
+    if not priced.profile.no_step_barrier:
         last = max(range(len(ends)), key=ends.__getitem__)
         return _Played(
             made, starts, ends, weight, ends[last], longer, last, -1
@@ -536,7 +536,7 @@ def _inside(priced: Priced) -> dict[tuple[str, int], float]:
     for piece, each in enumerate(priced.pieces):
         t = each.times
         of = {
-            ops.FORWARD: [t.forward], ops.RECOMPUTE: [t.again], ops.RECOMPUTE_PART: [t.again],
+            ops.FORWARD: [t.forward], ops.RECOMPUTE: [t.recompute], ops.RECOMPUTE_PART: [t.recompute],
             ops.INPUT_GRADIENT: [t.input_gradient], ops.WEIGHT_GRADIENT: [t.weight_gradient],
             ops.BACKWARD: [t.input_gradient, t.weight_gradient],
         }  # fmt: skip

@@ -107,7 +107,7 @@ class PieceCost:
     input_gradient: Load  # I
     weight_gradient: Load  # W; a whole backward B is both
     # R, the forward. Under `recompute:selective` it is P, the part that is repeated.
-    again: Load
+    recompute: Load
     kept: float  # bytes between forward and backward, the input included
     kept_after_i: float  # bytes that W still needs
     input: float  # bytes that a recomputed piece keeps

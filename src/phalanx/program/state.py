@@ -61,10 +61,10 @@ def restarts(at: Mapping[Any, int], piece: int, index: int) -> bool:
     # Plain tuples: creating an Op takes as long as three of these look-ups.
     if (ops.RECOMPUTE_PART, piece, index, *_NO_MESSAGE) in at:
         return True
-    again = at.get((ops.RECOMPUTE, piece, index, *_NO_MESSAGE))
+    recompute = at.get((ops.RECOMPUTE, piece, index, *_NO_MESSAGE))
     before = at.get((ops.RECOMPUTE, piece - 1, index, *_NO_MESSAGE))
-    if again is None or before is None or before > again:
-        return again is not None
+    if recompute is None or before is None or before > recompute:
+        return recompute is not None
     # An input that another operation brought is kept, because it is not brought a
     # second time.
     return any(
@@ -115,7 +115,7 @@ class State:
             )
         )
         self.named = {op[:3]: op for op in self.ops if not op.of}
-        self.again = recomputed(self.ops)
+        self.recomputes = recomputed(self.ops)
         self.has = {op.kind for op in self.ops}
         self.brings = [kind for kind in ops.BRINGS_VALUE if kind in self.has]
         self.last_piece = program.pieces - 1
@@ -236,8 +236,8 @@ class State:
 
     def _of_backward(self, op: Op) -> Needs:
         # The recomputation stands for what the forward has not kept.
-        again = self.again.get((op.piece, op.index))
-        kept = [again] if again else self._kept(op)
+        recompute = self.recomputes.get((op.piece, op.index))
+        kept = [recompute] if recompute else self._kept(op)
         gradient = self._gradient(op.piece, op.index)
         needs = [*self._weights(op.piece), *kept, *gradient]
         if op.piece in self.chooses:
@@ -566,10 +566,10 @@ class State:
 
     def _keeps(self, piece: int, m: int) -> str:
         """The activations kept after a forward: all, a part, its input or none."""
-        again = self.again.get((piece, m))
-        if again is None:
+        recompute = self.recomputes.get((piece, m))
+        if recompute is None:
             return ops.KEPT
-        if again.kind == ops.RECOMPUTE_PART:
+        if recompute.kind == ops.RECOMPUTE_PART:
             return ops.SELECTED
         # Inside a segment nothing is kept; it is recomputed from its first input.
         return INPUT if restarts(self.at, piece, m) else ""

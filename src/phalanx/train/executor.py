@@ -111,10 +111,10 @@ class Executor:
         self.measure = measure
         self.number = program.owner[rank]
         state = State(program, self.number)
-        self.row, self.again = state.ops, state.again
+        self.row, self.recomputes = state.ops, state.recomputes
         # Recomputations that start from a kept input, not from the one before.
         self.restarting = {
-            key for key in state.again if restarts(state.at, *key)
+            key for key in state.recomputes if restarts(state.at, *key)
         }
         self.lanes = {op: lane(op, program, self.number) for op in self.row}
         # The operations on other lanes that each operation waits for.
@@ -150,8 +150,8 @@ class Executor:
             CopyLane(local.pool.device),
         )
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
-            ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
-            ops.RECOMPUTE_PART: self._again,
+            ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._recompute,
+            ops.RECOMPUTE_PART: self._recompute,
             ops.BACKWARD: self._backward, ops.INPUT_GRADIENT: self._backward,
             ops.WEIGHT_GRADIENT: self._weight_gradient, ops.AGREE_SCALES: self._agree_scales,
             ops.GATHER: self._gather, ops.DROP: self._drop, ops.REDUCE: self._reduce,
@@ -516,12 +516,12 @@ class Executor:
         # Kept for a recomputation that starts here.
         if taken and (p, m) in self.restarting:
             self.segments[p, m] = taken
-        again = self.again.get((p, m))
+        recompute = self.recomputes.get((p, m))
         # What is recomputed keeps nothing now.
-        keep = self.trains and again is None
+        keep = self.trains and recompute is None
         # A deque: the recomputation takes the results in the order of the
         # forward.
-        if again and again.kind == ops.RECOMPUTE_PART:
+        if recompute and recompute.kind == ops.RECOMPUTE_PART:
             self.selected[p, m] = deque()
         selected = self.selected.get((p, m))
         out = piece.forward(
@@ -544,7 +544,7 @@ class Executor:
         if self.local.groups.tp.rank == 0:
             self.loss += y
 
-    def _again(self, op: Op) -> None:
+    def _recompute(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
         taken = {} if piece.first else self.segments.pop((p, m))
@@ -554,7 +554,7 @@ class Executor:
         )
         out.pop(CHOICES, None)  # the forward's choices are summed already
         # A recomputation that starts from the one before takes its output.
-        if (p + 1, m) in self.again and (p + 1, m) not in self.restarting:
+        if (p + 1, m) in self.recomputes and (p + 1, m) not in self.restarting:
             self.segments[p + 1, m] = out
 
     def _backward(self, op: Op) -> None:
@@ -594,7 +594,7 @@ class Executor:
             # Boxes hold a tensor here or on the host.
             self.away[key] = boxed = tree_map_only(Tensor, Box, kept)
             return self.out.begin(lambda: tree_map_only(Box, Box.leave, boxed))
-        if key in self.again:
+        if key in self.recomputes:
             return Work()  # the first piece, recomputed, keeps nothing
         return self.out.begin(
             partial(self.local.pieces[op.piece].leave, op.index)
@@ -618,7 +618,7 @@ class Executor:
                 ),
                 back,
             )
-        if key in self.again:
+        if key in self.recomputes:
             return Work()
         return self.back.begin(
             partial(self.local.pieces[op.piece].come_back, op.index)

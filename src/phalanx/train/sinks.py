@@ -86,7 +86,7 @@ class Sink:
     def __init__(self, tool: Tool) -> None:
         self.tool = tool
         self.problems: deque[str] = deque()
-        self._told = set[str]()
+        self._noted = set[str]()
         self._queue: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(
             QUEUED
         )
@@ -156,8 +156,8 @@ class Sink:
 
     def _tell(self, kind: str, text: str) -> None:
         # Each kind of problem is told once.
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._noted:
+            self._noted.add(kind)
             self.problems.append(redacted(text))
 
 

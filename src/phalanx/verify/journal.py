@@ -61,32 +61,34 @@ def journal_faults(
         yield from _line_faults(line, step, tokens)
     if flops:
         yield from _flops_faults(records, flops)
-    said = [
+    recorded = [
         record["loss"] for record in records if record["event"] == "validation"
     ]
-    if validation is not None and [_number(x) for x in said] != [validation]:
-        yield f"the journal has the validation losses {said}, the ranks have {validation:.9g}"
+    if validation is not None and [_number(x) for x in recorded] != [
+        validation
+    ]:
+        yield f"the journal has the validation losses {recorded}, the ranks have {validation:.9g}"
 
 
 def _line_faults(line: Record, step: LoggedStep, tokens: int) -> Iterator[str]:
     wanted = {"loss": step.loss, "norm": step.norm}
     for name, value in wanted.items():
-        said = _number(line[name])
+        recorded = _number(line[name])
         # Equal to the bit: the journal writes what the ranks have. Both not
         # finite: a skipped step.
-        if said != value and not (
-            math.isnan(said) and not math.isfinite(value)
+        if recorded != value and not (
+            math.isnan(recorded) and not math.isfinite(value)
         ):
-            yield _fault(line, name, said, value)
+            yield _fault(line, name, recorded, value)
     counted = {
         "lr": (line["lr"], step.rate),
         # Divided by a time on writing and multiplied again here: close, not
         # equal.
         "tokens": (line["tokens_per_second"] * line["seconds"], tokens),
     }
-    for name, (said, value) in counted.items():
-        if not math.isclose(said, value, rel_tol=_CLOSE):
-            yield _fault(line, name, said, value)
+    for name, (recorded, value) in counted.items():
+        if not math.isclose(recorded, value, rel_tol=_CLOSE):
+            yield _fault(line, name, recorded, value)
 
 
 def _flops_faults(
@@ -101,14 +103,14 @@ def _flops_faults(
         wanted = {"mfu": flops.causal, "mfu_full": flops.full}
         for name, value in wanted.items():
             # MFU * seconds * peak gives back the FLOPs.
-            said = record[name] * record["seconds"] * peak
-            if not math.isclose(said, value, rel_tol=_CLOSE):
-                yield _fault(record, f"FLOPs of {name}", said, value)
+            recorded = record[name] * record["seconds"] * peak
+            if not math.isclose(recorded, value, rel_tol=_CLOSE):
+                yield _fault(record, f"FLOPs of {name}", recorded, value)
 
 
-def _fault(line: Record, name: str, said: float, wanted: float) -> str:
+def _fault(line: Record, name: str, recorded: float, wanted: float) -> str:
     return (
-        f"step {line['step'] - 1}: the journal's {name} is {said:.9g}, counted otherwise it is"
+        f"step {line['step'] - 1}: the journal's {name} is {recorded:.9g}, counted otherwise it is"
         f" {wanted:.9g}"
     )
 

@@ -498,13 +498,13 @@ def answers(number: int, message: Message) -> bool:
     """True if a message is an answer to train on. OpenAI's format excludes those with
     weight 0."""
     # A call of a tool is an answer without content.
-    said = any(
+    described = any(
         message.get(each)
         for each in ("content", "tool_calls", "reasoning_content")
     )
     own = message["role"] == ASSISTANT and message.get("weight", 1) != 0
     # A chat's first message has no prompt to answer.
-    return number > 0 and own and bool(said)
+    return number > 0 and own and bool(described)
 
 
 def _turn(value: Any, role: str, name: str) -> list[Message]:
