@@ -27,20 +27,28 @@ def batch_of(
     if chosen is None:
         return None
     values = local_of(chosen)
+    # A vector has one value for each sample.
     if values.ndim == 1:
         values = values[:, None]
     rows = values.reshape(values.shape[0], -1)
     integers = not values.is_floating_point()
+    # Floats by their bits, so that equal hashes mean equal values.
     bits = rows.long() if integers else rows.double().view(torch.int64)
     kept = _like(named.get("attention_mask"), rows)
+    # Without a mask every element counts.
     kept = torch.ones_like(bits) if kept is None else (kept != 0).long()
     positions = _like(named.get("position_ids"), rows)
+    # Positions count from the first token that is not padding, on whichever
+    # side the padding is.
     if positions is None:
         positions = kept.cumsum(1) - 1
+    # The inner hash makes equal tokens at other positions differ; sums wrap
+    # modulo 2^64.
     hashes = (mixed(bits + mixed(positions.long())) * kept).sum(1)
     labels = named.get("labels")
     counted = 0
     if labels is not None and not labels.is_floating_point():
+        # As in torch's cross_entropy, -100 is not counted.
         counted = int((local_of(labels) != IGNORED).sum())
     return BatchRecord(hashes.tolist(), int(kept.sum()), counted, integers)
 
@@ -75,6 +83,7 @@ def _chosen(named: Mapping[str, Tensor]) -> Tensor | None:
         for name, each in named.items()
         if each.ndim and each.dtype != torch.bool and name != "labels"
     ]
+    # Token indices say more than activations, which depend on the weights.
     integers = [each for each in tensors if not each.is_floating_point()]
     return next(iter(integers or tensors), None)
 
@@ -84,6 +93,7 @@ def _like(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
     if tensor is None:
         return None
     tensor = local_of(tensor)
+    # Masks of four dimensions hide pairs of tokens, not tokens.
     if tensor.ndim != 2 or tensor.shape[1] != rows.shape[1]:
         return None
     return (

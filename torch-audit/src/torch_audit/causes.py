@@ -19,10 +19,13 @@ def likely_causes(
     reference: Run, run: Run, different: Sequence[HasFactor]
 ) -> list[str]:
     """A sentence for each factor that the sizes of the two runs explain."""
+    # Rounded first, so that a thousand parameters with one factor give one
+    # cause.
     factors = {round(x.factor, 3) for x in different if x.factor is not None}
     causes = []
     for factor in sorted(factors):
         for value, cause in _known(reference, run):
+            # A factor of 1 explains nothing, as the parameters differ.
             if value != 1 and abs(factor - value) <= _CLOSE * abs(value):
                 causes.append(f"{factor:g} = {cause}")
     return list(dict.fromkeys(causes))
@@ -36,9 +39,11 @@ def _known(reference: Run, run: Run) -> Iterator[tuple[float, str]]:
     }
     sizes["number of ranks"] = run.world
     sizes["backward passes of a step"] = run.backwards
+    # The same count on both sides would be told twice.
     if reference.backwards != run.backwards:
         sizes["backward passes of the reference's step"] = reference.backwards
     for name, size in sizes.items():
+        # A sum over one rank is no mistake.
         if size < 2:
             continue
         yield (
@@ -67,6 +72,8 @@ def _tokens(run: Run) -> Iterator[tuple[float, str]]:
     """Ratios of the counts of tokens and labels between batches."""
     for what in ("tokens", "labels"):
         counts = [getattr(batch, what) for _, batch in run.first.batches()]
+        # Equal batches weigh the same in a mean of means and in a mean over
+        # all tokens.
         if not counts or not all(counts) or len(set(counts)) < 2:
             continue
         mean = sum(counts) / len(counts)
@@ -74,5 +81,7 @@ def _tokens(run: Run) -> Iterator[tuple[float, str]]:
             text = (
                 f"{what} of a batch over the mean of all ({count} / {mean:g})"
             )
+            # A mean of means weighs a batch by its own count instead of the
+            # common one.
             yield count / mean, text
             yield mean / count, f"the inverse of {text}"

@@ -60,6 +60,7 @@ def check_step(
     number: int, step: Step, before: Step | None = None
 ) -> list[Finding]:
     """All findings of a step, in the order in which a step computes; `before` is the step before it."""
+    # All names of a tied parameter become one before anything is compared.
     names = Names()
     step.joined(names)
     step.join_tied(names)
@@ -68,6 +69,7 @@ def check_step(
     declared = {
         name: each for name, each in parameters.items() if name not in apart
     }
+    # As a step computes: the first finding is the closest to its cause.
     found = [
         *_between(number, step, before),
         *_samples(number, step),
@@ -90,6 +92,7 @@ def parameters_apart(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
     apart = {}
     for name, parameter in parameters.items():
         shapes = {tuple(each.record.shape) for each in parameter.held}
+        # Weights before the step, to the bit: copies must start alike.
         copies = parameter.copies(WEIGHT)
         if len(shapes) > 1 or any(
             _differing(group, WEIGHT, 0.0) for group in copies
@@ -105,6 +108,7 @@ def _between(
     names: dict[str, set[int]] = {}
     for rank, record in step.ranks.items() if before is not None else ():
         assert before is not None
+        # By names: a parameter may have had another index in the step before.
         earlier = before.ranks[rank]
         index_of = {
             tuple(x.names): i for i, x in enumerate(earlier.parameters)
@@ -114,6 +118,8 @@ def _between(
             after = earlier.sketches.get(UPDATED, {}).get(at)
             if (
                 after is not None
+                # Exact: nothing computes between an update and the next
+                # forward.
                 and record.sketches[WEIGHT].get(index) != after
             ):
                 names.setdefault(parameter.names[0], set()).add(rank)
@@ -146,6 +152,7 @@ def _finite(
         names = []
         for name, parameter in parameters.items():
             sketch = parameter.sketch(kind)
+            # inf - inf and nan - nan are not a number, so they differ from 0.
             if sketch is not None and norm_of(sketch) - norm_of(sketch) != 0:
                 names.append(name)
         if names:
@@ -175,17 +182,22 @@ def _tiles(number: int, parameters: dict[str, Parameter]) -> Iterator[Finding]:
 def _copies(
     number: int, step: Step, parameters: dict[str, Parameter]
 ) -> Iterator[Finding]:
+    # The least precise dtype of the step decides what counts as rounding.
     eps = eps_of(precision_of(step, parameters))
     for kind in (GRADIENT, CLIPPED, UPDATED):
         largest = largest_norm(parameters, kind)
         names, ranks, worst = [], set(), 0.0
         for name, parameter in parameters.items():
+            # Relative to the parameter, plus a share of the largest: some
+            # gradients are nothing but rounding.
             limit = 64 * eps * norm_of(parameter.sketch(kind) or [0.0])
             limit += 64 * eps * eps * largest
             for group in parameter.copies(kind):
                 lacking = [
                     each for each in parameter.held if kind not in each.numbers
                 ]
+                # One rank has a gradient and its copy none: it was not reduced
+                # to all.
                 if (
                     kind == GRADIENT
                     and lacking
@@ -218,6 +230,7 @@ def largest_norm(parameters: dict[str, Parameter], kind: str) -> float:
 
 def _differing(group: list[Held], kind: str, limit: float) -> float:
     """The largest difference between copies, or 0 if it is within the limit."""
+    # Entry 0 is the sum of squares; the sketch follows.
     first = group[0].numbers[kind][1:]
     largest = 0.0
     for other in group[1:]:
@@ -247,10 +260,12 @@ def told_norms(step: Step) -> list[dict[int, float]]:
 
 
 def _combined(clips: dict[int, ClipRecord]) -> dict[int, float]:
+    # Ranks with an equal `part` are copies of it and count once.
     parts = {clip.part: clip for clip in clips.values() if clip.part}
     if not parts:
         return {rank: clip.told for rank, clip in clips.items()}
     order = next(iter(parts.values())).order
+    # A p-norm of parts: the p-th root of the sum of p-th powers.
     total = sum(clip.told**order for clip in parts.values()) ** (1 / order)
     return dict.fromkeys(clips, total)
 
@@ -267,8 +282,12 @@ def true_norms(
                 for index in record.clips[call].parameters:
                     given.add(names.of(record.parameters[index].names[0]))
         wholes = [
-            parameters[name].whole(GRADIENT) or [0.0] * WIDTH for name in given
+            # No gradient counts as zeros: `WIDTH` is the sum of squares and
+            # the sketch.
+            parameters[name].whole(GRADIENT) or [0.0] * WIDTH
+            for name in given
         ]
+        # Sums of squares of disjoint parameters add up.
         norms.append(sum(whole[0] for whole in wholes) ** 0.5)
     return norms
 
@@ -287,6 +306,7 @@ def _norms(
         if most - least > limit * most:
             text = f"ranks were told different gradient norms: {least:.6g} to {most:.6g}"
             yield Finding(number, "norm", text, ranks=sorted(told))
+            # True norms mean nothing once the ranks disagree.
             continue
         clips = [
             x.clips[call] for x in step.ranks.values() if call < len(x.clips)
@@ -294,6 +314,7 @@ def _norms(
         summed = any(parameter.summed for parameter in parameters.values())
         if apart or summed or any(clip.order != 2.0 for clip in clips):
             continue  # the sum of squares of the whole gradient is not known
+        # Relative to the larger of the two, as either may be near zero.
         if abs(most - true[call]) > limit * max(most, true[call]):
             ratio = most / true[call] if true[call] else float("inf")
             text = (
@@ -308,12 +329,15 @@ def _clip(number: int, step: Step) -> Iterator[Finding]:
     names: dict[str, set[int]] = {}
     for rank, record in step.ranks.items():
         if (
+            # Several clips scale one after the other, and parts do not tell
+            # the whole norm.
             len(record.clips) != 1
             or record.clips[0].part
             or not record.clips[0].most
         ):
             continue
         clip = record.clips[0]
+        # As torch computes it: max_norm / (norm + 1e-6), at most 1.
         coefficient = min(1.0, clip.most / (clip.told + _CLIP_EPS))
         before, after = (
             record.sketches.get(kind, {}) for kind in (GRADIENT, CLIPPED)
@@ -322,6 +346,7 @@ def _clip(number: int, step: Step) -> Iterator[Finding]:
             scaled = [coefficient * each for each in before[index][1:]]
             eps = eps_of(record.parameters[index].dtype)
             by = norm_of(difference(after[index][1:], scaled))
+            # 1e-300 lets exact zeros pass.
             if by > 64 * eps * norm_of(scaled) + 1e-300:
                 name = record.parameters[index].names[0]
                 names.setdefault(name, set()).add(rank)
@@ -342,6 +367,7 @@ def _updates(
         text = f"{_of(left_out, parameters)} trainable parameters are in no optimizer"
         yield Finding(number, "update", text, fault=False, names=left_out)
     still, narrow = [], False
+    # Equal to the bit: a weight that moved by one unit has another sketch.
     for name, parameter in parameters.items():
         gradient, before, after = (
             parameter.sketch(kind) for kind in (GRADIENT, WEIGHT, UPDATED)
@@ -353,6 +379,7 @@ def _updates(
         )
         if moved and after is not None and after == before:
             still.append(name)
+            # In 16 bits a small update may round to no change at all.
             narrow = narrow or parameter.dtype in ("bfloat16", "float16")
     if still:
         text = f"{_of(still, parameters)} parameters have a gradient and are not changed by the update"

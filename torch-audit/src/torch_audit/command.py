@@ -113,6 +113,8 @@ def split_words(given: Sequence[str]) -> tuple[list[str], list[str]]:
     if "--" not in words:
         return words, []
     at = words.index("--")
+    # Options of the audited program may have the same names as ours, so only
+    # `--` separates them.
     return words[:at], words[at + 1 :]
 
 
@@ -135,6 +137,7 @@ def record_all(
         )
     chosen = [settings]
     if perturb:
+        # Seeds from 1, as 0 stands for no perturbation.
         out = settings.out
         folders = {
             seed: f"{out.name}-{seed}" for seed in range(1, perturb + 1)
@@ -150,6 +153,7 @@ def record_all(
         say_at_once(
             f"audit: {steps} steps recorded in {each.out}; {faults} faults"
         )
+        # The next would fail alike.
         if ended or faults:
             break
     if ended:
@@ -175,6 +179,7 @@ def compare_folders(
     With `repeated`, a difference in float64 is looked for again in the run's own dtype.
     """
     expected = load(reference)
+    # Without perturbed runs the limits are those usual for the precision.
     measured = [load(folder) for folder in perturbed]
     results, lines, codes = [], [], []
     for folder in folders:
@@ -184,6 +189,8 @@ def compare_folders(
         faults = [x for x in first_of_each(findings) if x.fault]
         own = None
         wrong = verdict.result == REFUTED
+        # A refutation in float64 may be an artefact of libraries, which only
+        # the own dtype can show.
         if repeated and wrong and can_repeat([reference, folder]):
             own = repeat(reference, folder, verdict, say_at_once)
         result = {"run": str(folder), **verdict_json(verdict, findings)}
@@ -197,7 +204,11 @@ def compare_folders(
         code = EXIT[verdict.result]
         if own is not None:
             lines.append(repeated_text(own, str(folder), str(reference)))
+            # Not a fault of the run, if it shows in float64 alone.
             code = 0 if own.only_in_float64 else code
+        # A run with a fault of its own is not accepted, even if it equals the
+        # reference.
         codes.append(1 if code == 0 and faults else code)
     figures = {"reference": str(reference), "runs": results}
+    # The worst code of all runs, as for any check in a script.
     return Outcome(max(codes), figures, "\n".join(lines))

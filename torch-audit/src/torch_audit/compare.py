@@ -78,8 +78,10 @@ def compare(
     """The verdict on a run, in the order in which a step computes."""
     perturbed = perturbed or []
     names = Names()
+    # Joined over all runs: a tie that one run knows holds in the others, too.
     for recorded in (reference, run, *perturbed):
         recorded.first.joined(names)
+    # Only steps that all runs have recorded.
     numbers = sorted(set(reference.steps) & set(run.steps))
     for recorded in perturbed:
         numbers = [number for number in numbers if number in recorded.steps]
@@ -99,6 +101,7 @@ def compare(
         if verdict.result != EQUAL:
             verdict.step = number
             verdict.causes = likely_causes(reference, run, verdict.different)
+            # Later steps differ because of this one.
             break
     return verdict
 
@@ -107,6 +110,7 @@ def _precision_of(pair: _Pair) -> str:
     """The precision of a step of both runs: that of the less precise one."""
     ours = precision_of(pair.our_step, pair.ours)
     theirs = precision_of(pair.their_step, pair.theirs)
+    # A float32 run cannot be compared more exactly than float32 computes.
     return max(theirs, ours, key=eps_of)
 
 
@@ -122,6 +126,8 @@ class _Comparison:
 
     def conduct(self) -> None:
         self._operations()
+        # First whether the runs are comparable, then quantities in the order
+        # in which a step makes them.
         stages = [self._names, self._samples, self._places, self._weights]
         stages += [
             self._loss,
@@ -184,6 +190,8 @@ class _Comparison:
             self._note(note)
             return
         if set(ours) == set(theirs):
+            # Some layouts give each sample to several ranks, but all equally
+            # often.
             ratios = {ours[row] / theirs[row] for row in ours}
             if len(ratios) == 1:
                 self.passed.append(f"{sum(theirs.values())} samples")
@@ -216,12 +224,15 @@ class _Comparison:
             by_rank.setdefault(rank, []).extend(batch.rows)
         distinct = {tuple(sorted(rows)) for rows in by_rank.values()}
         total = sum(sum(rows) for rows in distinct)
+        # Hashes of rows are sums over positions, modulo 2^64, so parts add up
+        # to the whole.
         return (total - sum(row * n for row, n in theirs.items())) % (
             1 << 64
         ) == 0
 
     def _places(self) -> None:
         apart = parameters_apart(self.pair.ours)
+        # Later steps differ by rounding anyway, so only the start decides.
         if apart and self.pair.number == 0:
             text = (
                 f"{len(apart)} parameters are different tensors on different ranks ({_some(set(apart))}):"
@@ -251,6 +262,8 @@ class _Comparison:
         if not different:
             self.passed.append(_SHOWN[WEIGHT])
             return
+        # After the first step equal starts are known, so other weights are a
+        # fault.
         if self.pair.number:
             self._refute(WEIGHT, different)
             return
@@ -261,6 +274,8 @@ class _Comparison:
         matrices = [
             x for x in different if len(self.pair.theirs[x.name].shape) > 1
         ]
+        # Most matrices differ: another seed or checkpoint. A few: something
+        # has changed them.
         if len(matrices) * 2 > len(values):
             text = "the runs do not start from the same weights"
             self._stop(NOT_COMPARABLE, "initial weights", text)
@@ -279,14 +294,18 @@ class _Comparison:
         ]
         if not theirs or not by_rank:
             return
+        # Libraries sum or average over passes and ranks: all combinations are
+        # tried.
         expected = [sum(theirs), sum(theirs) / len(theirs)]
         sums = [sum(losses) for losses in by_rank]
+        # Backward passes of a rank in the step.
         passes = len(by_rank[0])
         found = [
             sum(sums),
             sum(sums) / len(sums),
             sum(sums) / len(sums) / passes,
         ]
+        # 100 times: the loss adds the rounding of a whole forward.
         limit = 100 * limit_of_norm(self.verdict.precision)
         if any(abs(a - b) <= limit * abs(a) for a in expected for b in found):
             self.passed.append("loss")
@@ -310,6 +329,8 @@ class _Comparison:
             )
             return
         limit = 10 * limit_of_norm(self.verdict.precision)
+        # Beyond the first step, and below float64, the gradients themselves
+        # are rounded.
         if self.pair.number or self.verdict.precision != "float64":
             limit = max(limit, self._loosest(GRADIENT))
         for a, b in zip(theirs, ours, strict=True):
@@ -337,9 +358,12 @@ class _Comparison:
             for name in limits
         }
         largest = max(sizes.values(), default=0.0)
+        # The loosest limit, relative to the largest parameter.
         return max(limits.values(), default=0.0) / largest if largest else 0.0
 
     def _clipped(self) -> None:
+        # Only if all parameters that the reference clips are clipped here,
+        # too.
         if all(x.sketch(CLIPPED) is not None for x in self._trained(CLIPPED)):
             self._quantity(CLIPPED)
 
@@ -351,6 +375,8 @@ class _Comparison:
         ]
 
     def _update(self) -> None:
+        # In 16 bits updates are mostly rounding; perturbed runs then give the
+        # limits.
         exact = self.verdict.precision in ("float64", MIXED, "float32")
         if exact or self.perturbed:
             self._quantity(UPDATED)
@@ -388,6 +414,7 @@ class _Comparison:
             ours = self.pair.ours[name]
             expected, found = quantity(theirs, kind), quantity(ours, kind)
             if expected is None and found is None:
+                # Neither run has this quantity.
                 continue
             if expected is None or found is None:
                 if (
@@ -401,11 +428,15 @@ class _Comparison:
             if noise:
                 # Adam turns rounding of a vanishing gradient into an update of full size.
                 gradient = norm_of(theirs.sketch(GRADIENT) or [0.0])
+                # 4 times the limit: below it the gradient is noise, and so is
+                # its update.
                 if gradient < 4 * noise.get(name, 0.0):
                     continue
             found_difference = _compared(ours, theirs, kind, limits[name])
             if found_difference is not None:
                 different.append(found_difference)
+            # The worst of those within the limits, for the report; tiny ones
+            # say nothing.
             elif kind == GRADIENT and norm_of(expected) > 4 * limits[name]:
                 relative = norm_of(difference(found, expected)) / norm_of(
                     expected
@@ -430,6 +461,7 @@ def _compared(
     assert expected is not None
     assert found is not None
     apart = difference(found, expected)
+    # Every rank's copy is compared, not only the first.
     worst, largest = found, norm_of(apart)
     wrong: set[int] = set()
     for copies in ours.copies(kind):
@@ -438,6 +470,7 @@ def _compared(
             # The whole with this rank's copy in the place of the first one.
             moved = difference(_numbers(each.numbers, kind), base)
             by = norm_of([x + y for x, y in zip(apart, moved, strict=True)])
+            # `not <=` so that NaN counts as wrong.
             if not by <= limit:
                 wrong.add(each.rank)
             if not by <= largest:
@@ -469,8 +502,10 @@ def _factor(
     square = sum(x * x for x in expected)
     if not square:
         return None
+    # Least squares: c = <reference, run> / <reference, reference>.
     c = sum(x * y for x, y in zip(expected, found, strict=True)) / square
     rest = norm_of([y - c * x for x, y in zip(expected, found, strict=True)])
+    # What c does not explain must be rounding.
     return c if rest <= max(1.0, abs(c)) * limit else None
 
 

@@ -19,6 +19,7 @@ def operations_of(roots: Iterable[Tensor]) -> dict[str, int]:
     all layouts.
     """
     counts: Counter[str] = Counter()
+    # Depth first, without recursion: graphs are thousands of nodes deep.
     waiting: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = {None}
     while waiting:
@@ -26,9 +27,12 @@ def operations_of(roots: Iterable[Tensor]) -> dict[str, int]:
         if node in seen:
             continue
         seen.add(node)
+        # Edges lead from the loss to the parameters.
         waiting += [following for following, _ in node.next_functions]
         if node.name().endswith("AccumulateGrad"):
             continue  # a parameter
+        # Metadata of a node's gradient inputs, which have the dtype of its
+        # forward results.
         for result in node._input_metadata:
             if result.dtype.is_floating_point:
                 counts[str(result.dtype).removeprefix("torch.")] += 1
@@ -55,17 +59,22 @@ class CastsPerturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        # `_to_copy` is what `.to()`, `.float()` and autocast call.
         if func is not torch.ops.aten._to_copy.default:
             return result
         lower = result.dtype.is_floating_point and result.dtype.itemsize < 8
         if args[0].dtype == torch.float64 and lower:
             self.casts += 1
+            # In place: views and autograd keep the tensor that the program
+            # gets.
             self._move(local_of(result))
         return result
 
     def _move(self, values: Tensor) -> None:
+        # Another stretch of hashes for each seed and each cast.
         start = (self.seed << 48) + (self.casts << 24)
         indices = torch.arange(values.numel(), device=values.device)
+        # Bit 17 of a good hash is as random as any.
         bits = (mixed(indices + start) >> 17) & 1
         sign = (1 - 2 * bits).reshape(values.shape)
         eps = torch.finfo(values.dtype).eps

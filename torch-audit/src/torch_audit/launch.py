@@ -52,6 +52,7 @@ class Program:
         if not path.exists():
             return None
         kept = json.loads(path.read_text())
+        # The folder may have been moved since.
         kept["settings"]["out"] = folder.resolve()
         kept["settings"] = Settings(**kept["settings"])
         return cls(**kept)
@@ -72,6 +73,7 @@ def record(
     """
     out = settings.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    # Old files would be taken for ranks of this run.
     if list(out.glob(f"*{SUFFIX}")):
         raise LaunchError(
             f"{out} holds a recorded run already. Name a new folder."
@@ -80,6 +82,7 @@ def record(
     Program(list(command), directory or os.getcwd(), one, settings).write()
     environment = settings.environment(os.environ)
     if one:
+        # A shell inside torchrun would hand its variables on.
         for name in _DISTRIBUTED:
             environment.pop(name, None)
     process = subprocess.Popen(list(command), env=environment, cwd=directory)
@@ -89,8 +92,10 @@ def record(
             live.look()
             time.sleep(0.2)
     except KeyboardInterrupt:
+        # The program ends by itself, and its last steps are still checked.
         process.send_signal(signal.SIGINT)
         process.wait()
+    # The last step has no later one that shows it to be complete.
     live.look(ended=True)
     code = process.returncode
     if not live.seen:
@@ -123,10 +128,12 @@ class LiveChecks:
 
     def _check(self, ended: bool) -> bool:
         paths = self._paths(self._next)
+        # The first file tells how many files a step must have.
         if not paths:
             return False
         world = read(paths[0]).world
         later = len(self._paths(self._next + 1))
+        # A rank that has begun the next step has written all of this one.
         if len(paths) < world or (later < world and not ended):
             return False
         records = {record.rank: record for record in map(read, paths)}
@@ -139,6 +146,7 @@ class LiveChecks:
         self.seen += 1
         self.findings += found
         for finding in first_of_each(self.findings):
+            # A finding is told once, at the first step that shows it.
             if finding not in self._told:
                 self._told.append(finding)
                 self.say(f"audit: {finding_text(finding)}")

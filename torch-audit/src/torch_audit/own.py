@@ -37,6 +37,7 @@ def judged(
 ) -> Repeated:
     """The verdict in the own dtype, with the float64 differences that it could not have shown."""
     verdict = compare(one, run, perturbed)
+    # Without a float64 difference in a gradient nothing can be hidden.
     if verdict.result == NOT_COMPARABLE or not exact.different:
         return Repeated(verdict, [])
     names = Names()
@@ -52,7 +53,9 @@ def judged(
         if parameter is None:
             continue
         size = norm_of(parameter.sketch(GRADIENT) or [0.0])
+        # Too small for the own dtype to tell from rounding.
         if different.relative * size <= limits.by_name[name]:
             hidden.append(different.name)
+    # One difference that would have shown is enough to clear the run.
     everything = len(hidden) == len(exact.different)
     return Repeated(verdict, hidden if everything else [])

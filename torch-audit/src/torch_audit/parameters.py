@@ -30,8 +30,10 @@ class Named:
 
 
 def plain_name(name: str) -> str:
+    # "_orig_mod.layers.0.weight" -> "layers.0.weight".
     """A parameter's name without the components that wrappers add."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    # Only at the start: a module of a model may be called "module".
     while len(parts) > 1 and parts[0] in _OUTER:
         parts = parts[1:]
     return ".".join(parts)
@@ -65,6 +67,7 @@ def roots_of(tensors: Iterable[Tensor]) -> list[Module]:
         inner.update(id(child) for child in found.children())
         if any(id(parameter) in wanted for parameter in found.parameters()):
             holders.append(found)
+    # A holder that another module has as a child is no root.
     return [module for module in holders if id(module) not in inner]
 
 

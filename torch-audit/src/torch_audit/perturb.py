@@ -23,5 +23,7 @@ def perturb(parameters: Iterable[Tensor], seed: int) -> None:
         indices = torch.arange(weights.numel(), device=weights.device)
         bits = (mixed(indices + (seed << 48)) >> 17) & 1
         sign = (1 - 2 * bits).reshape(weights.shape)
+        # eps is the distance from 1 to the next number, so this is one to two
+        # units in the last place.
         change = weights.double() * sign * torch.finfo(dtype).eps
         weights.copy_(weights.double() + change)

@@ -37,10 +37,13 @@ _MIXED_FLOOR = 1.0
 
 def precision_of(step: Step, parameters: dict[str, Parameter]) -> str:
     """The least precise dtype in which a step computes, by its parameters and its operations."""
+    # Autocast computes in 16 bits although weights are stored in 32.
     dtypes = {each.dtype for each in parameters.values()} | {step.autocast}
     stored = dtypes & set(_EPS)
     known = stored | (set(step.operations) & set(_EPS))
     least = max(known, key=lambda dtype: _EPS[dtype], default="float32")
+    # A float64 model with float32 in it is less exact than float64 and more
+    # than float32.
     if least == "float32" and stored == {"float64"}:
         return MIXED
     return least
@@ -86,6 +89,7 @@ class Limits:
         names: Names,
     ) -> "Limits":
         norms = {}
+        # Norms of the whole tensors, from their sketches.
         for name, parameter in reference.items():
             sketch = quantity(parameter, kind)
             norms[name] = norm_of(sketch) if sketch is not None else 0.0
@@ -94,14 +98,19 @@ class Limits:
         # Adam turns the rounding of an element near zero into an update of full size.
         rough = kind == UPDATED and precision == MIXED
         usual = _RELATIVE["float32" if rough else precision]
+        # Later steps start from weights that differ by rounding.
         relative = usual * (1 if number == 0 else 10)
         units = _MIXED_FLOOR if precision == MIXED else _FLOOR
         floor = min(units * eps_of(precision), _LARGEST_FLOOR) * largest
         if runs:
             relative = _measured(kind, reference, norms, runs)
+            # Measured runs show the rounding of zero gradients themselves, so
+            # a smaller floor is enough.
             floor = eps_of(precision) * largest
         limits = {}
         for name, parameter in reference.items():
+            # Relative to the parameter, and a floor relative to the largest of
+            # all.
             limit = relative * norms[name] + floor
             if kind == UPDATED:
                 # An update is the difference of two rounded weights.

@@ -130,6 +130,8 @@ class Recorder:
 
     def _enter(self, module: Module, args: tuple[Any, ...]) -> None:
         self._depth += 1
+        # Only the outermost call, in training: evaluation and generation are
+        # not recorded.
         if self._depth > 1 or not (
             module.training and torch.is_grad_enabled()
         ):
@@ -196,6 +198,7 @@ class Recorder:
             parameters = [parameters]
         parameters = list(parameters)
         given = [each for each in parameters if each.grad is not None]
+        # The norm's order: an argument by name or position, 2 by default.
         order = float(kwargs.get("norm_type", args[0] if args else 2.0))
         self._guarded(self._before_clip, given)
         told = original(parameters, max_norm, *args, **kwargs)
@@ -233,6 +236,7 @@ class Recorder:
         part = ""
         if isinstance(told, DTensor):
             coordinate = told.device_mesh.get_coordinate()
+            # Dimensions over which the norm is still a sum of parts.
             assert coordinate is not None
             part = ",".join(
                 f"{dim}:{coordinate[dim]}"
@@ -268,6 +272,8 @@ class Recorder:
             index for clip in self._record.clips for index in clip.parameters
         }
         have = [each for each in parameters if each.grad is not None]
+        # Gradients of parameters that no clip has seen, and again those that
+        # one has.
         first = [each for each in have if self._index[id(each)] not in clipped]
         again = [each for each in have if self._index[id(each)] in clipped]
         self._gradients(records.GRADIENT, first)
@@ -288,6 +294,8 @@ class Recorder:
     def _step_of(self, parameters: list[Tensor]) -> None:
         """Goes on to the next step if these parameters have had their update in this one."""
         updated = self._sketches.get(records.UPDATED, {})
+        # Several optimizers share a step; a second update of the same
+        # parameter begins the next.
         if any(self._index.get(id(each)) in updated for each in parameters):
             self._next()
         if not self._undo:

@@ -92,6 +92,7 @@ class StepRecord:
     def write(self, folder: Path) -> None:
         """Writes the file in one move, so that a reader never sees half of one."""
         header = asdict(self)
+        # Indices in the order in which the numbers follow.
         header["sketches"] = {
             kind: sorted(rows) for kind, rows in self.sketches.items()
         }
@@ -99,10 +100,12 @@ class StepRecord:
         for kind, rows in self.sketches.items():
             for index in header["sketches"][kind]:
                 numbers.extend(rows[index])
+        # Files are little-endian, as a run may be compared on another machine.
         if sys.byteorder == "big":
             numbers.byteswap()
         line = json.dumps({"format": FORMAT, **header}, separators=(",", ":"))
         path = folder / f"rank{self.rank:05}-step{self.step:04}{SUFFIX}"
+        # Another name in the same folder: a rename there is atomic.
         draft = path.with_suffix(f".{os.getpid()}.new")
         draft.write_bytes(line.encode() + b"\n" + numbers.tobytes())
         draft.replace(path)
@@ -110,6 +113,7 @@ class StepRecord:
 
 def read(path: Path) -> StepRecord:
     """One file, as its rank wrote it."""
+    # JSON has no newline in this form, so the first one ends the header.
     line, _, data = path.read_bytes().partition(b"\n")
     try:
         header: dict[str, Any] = json.loads(line)
@@ -126,17 +130,20 @@ def read(path: Path) -> StepRecord:
         record = StepRecord(**header)
         numbers = array("d", data)
     except (ValueError, KeyError, TypeError) as error:
+        # A ValueError itself.
         if isinstance(error, RecordError):
             raise
         raise RecordError(f"{path} is no file of a recorded run.") from error
     if sys.byteorder == "big":
         numbers.byteswap()
+    # Numbers lie one after the other, by kind and then by parameter.
     at = 0
     for kind, indices in listed.items():
         rows = record.sketches[kind] = {}
         for index in indices:
             rows[index] = numbers[at : at + WIDTH].tolist()
             at += WIDTH
+    # Also if there are more numbers than the header lists.
     if at != len(numbers):
         raise RecordError(f"{path} is cut short.")
     return record

@@ -15,12 +15,14 @@ from .own import Repeated, judged
 from .records import SUFFIX
 from .runs import Run, load
 
+# Runs, from which tolerances are measured.
 _PERTURBED = 3
 
 
 def can_repeat(folders: list[Path]) -> bool:
     """True if all folders were recorded with `--float64` by a command that is known."""
     programs = [Program.read(folder) for folder in folders]
+    # A run that was not in float64 has been compared in its own dtype already.
     return all(x is not None and x.settings.float64 for x in programs)
 
 
@@ -42,8 +44,11 @@ def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
     """The record in the own dtype beside a folder; made unless it is there already."""
     program = Program.read(folder)
     assert program is not None
+    # "one" -> "one-own", and "one-own-1" to "one-own-3" for its perturbed
+    # runs.
     name = f"{folder.resolve().name}-own" + (f"-{seed}" if seed else "")
     out = folder.resolve().with_name(name)
+    # Another comparison with the same reference uses the record again.
     if not list(out.glob(f"*{SUFFIX}")):
         say(f"audit: recording {folder} in its own dtype, into {out}")
         settings = replace(
@@ -54,6 +59,7 @@ def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
             settings,
             program.command,
             one=program.one,
+            # Checks of this record have been told for the one in float64.
             say=lambda _: None,
             directory=directory,
         )

@@ -96,11 +96,13 @@ def _groups(verdict: Verdict) -> list[str]:
     """A line for each kind of parameter; one line for many kinds that have one factor."""
     by_factor: dict[str, list[Different]] = {}
     for each in verdict.different:
+        # By factor, so that "all gradients twice as large" is one line.
         factor = "" if each.factor is None else f"{each.factor:.4f}"
         by_factor.setdefault(factor, []).append(each)
     groups: list[tuple[str, str, list[Different]]] = []
     for factor, members in by_factor.items():
         kinds = kinds_of([each.name for each in members])
+        # Many kinds with one factor have one cause, so they are told together.
         if factor and len(kinds) > 4:
             text = kinds_text([each.name for each in members], 3)
             groups.append(
@@ -130,6 +132,7 @@ def _groups(verdict: Verdict) -> list[str]:
 
 def kind_of(name: str) -> str:
     """A parameter's name with stars for the numbers of layers and experts."""
+    # Numbers between dots only: "layers.3.w1" -> "layers.*.w1".
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 

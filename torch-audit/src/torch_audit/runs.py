@@ -39,6 +39,7 @@ class Held:
         record = self.record
         if kind not in _GRADIENTS:
             return record.cover, ""
+        # 0: the rank has the same elements of both.
         return record.gradient_cover or record.cover, record.summand
 
 
@@ -73,6 +74,7 @@ class Parameter:
         """The ranks that hold the same elements, for each set of elements that has this kind."""
         groups: dict[tuple[int, str], list[Held]] = {}
         for each in self.held:
+            # Cover 0: the rank holds no element.
             if kind in each.numbers and each.key(kind)[0]:
                 groups.setdefault(each.key(kind), []).append(each)
         return list(groups.values())
@@ -86,6 +88,7 @@ class Parameter:
         if not groups:
             return None
         total = [0.0] * WIDTH
+        # Copies count once; disjoint shards add up, as sketches are linear.
         for copies in groups:
             for at, number in enumerate(copies[0].numbers[kind]):
                 total[at] += number
@@ -98,7 +101,9 @@ class Parameter:
     @cached_property
     def tiled(self) -> bool:
         """True if the shards of all ranks have each element of the whole tensor exactly once."""
+        # A set: copies of the same shard have the same cover.
         covers = {each.record.cover for each in self.held if each.record.count}
+        # Missing or doubled elements change the sum of hashes.
         return sum(covers) % PRIME == self.held[0].record.whole
 
     @property
@@ -119,6 +124,7 @@ class Names:
             self._parent[self.of(other)] = self.of(first)
 
     def of(self, name: str) -> str:
+        # Follows joined names to the one that stands for all of them.
         while name in self._parent and self._parent[name] != name:
             name = self._parent[name]
         return name
@@ -152,6 +158,7 @@ class Step:
                 and gradient
                 and any(gradient)
             ):
+                # 32 numbers that are equal to the bit are no coincidence.
                 key = (parameter.shape, *weight, *gradient)
                 tied.setdefault(key, []).append(name)
         for same in tied.values():
@@ -160,6 +167,7 @@ class Step:
     def parameters(self, names: Names) -> dict[str, Parameter]:
         """All parameters by name, in the order in which the ranks list them."""
         found: dict[str, Parameter] = {}
+        # Sorted: the order of parameters is that of the lowest rank.
         for rank, record in sorted(self.ranks.items()):
             for index, listed in enumerate(record.parameters):
                 name = names.of(listed.names[0])
@@ -177,6 +185,7 @@ class Step:
         all_batches = [
             (r, b) for r, x in self.ranks.items() for b in x.batches
         ]
+        # Later stages of a pipeline are given activations.
         tokens = [(rank, batch) for rank, batch in all_batches if batch.whole]
         yield from tokens or all_batches
 
@@ -255,6 +264,7 @@ def load(folder: Path) -> Run:
     complete = {
         number: Step(ranks)
         for number, ranks in sorted(steps.items())
+        # The last step may lack ranks, if the program was stopped.
         if len(ranks) == max(worlds)
     }
     if not complete:

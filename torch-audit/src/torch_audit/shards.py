@@ -25,6 +25,7 @@ class Place:
         return coverage(self.indices)
 
     @cached_property
+    # Sets of indices along axes multiply.
     def count(self) -> int:
         count = 1
         for along in self.indices:
@@ -60,18 +61,22 @@ def place_of(tensor: Tensor) -> Place:
         return whole_place(shape)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
+    # This rank is outside the mesh and holds nothing.
     if coordinate is None:
         return Place(shape, tuple(torch.arange(0) for _ in shape))
     indices = [torch.arange(size) for size in shape]
     summand = []
     for dim, placement in enumerate(tensor.placements):
         if placement.is_partial():
+            # Local tensors are summands along this mesh dimension.
             summand.append(f"{dim}:{coordinate[dim]}")
         elif not placement.is_replicate():
             axis = placement.dim % len(shape)  # type: ignore[attr-defined]
             shards = _split(
                 placement, indices[axis], axis, len(shape), mesh.size(dim)
             )
+            # One mesh dimension after the other: a later one splits what an
+            # earlier one has left.
             indices[axis] = shards[coordinate[dim]]
     return Place(shape, tuple(indices), ",".join(summand))
 
@@ -80,6 +85,7 @@ def _split(
     placement: object, along: Tensor, axis: int, axes: int, parts: int
 ) -> list[Tensor]:
     """The indices along one axis, split as the placement splits a tensor into shards."""
+    # In the shape of the tensor, as the placement splits along its own axis.
     view = [1] * axes
     view[axis] = along.numel()
     shards, _ = placement._split_tensor(  # type: ignore[attr-defined]
@@ -95,6 +101,7 @@ def _slices(along: Tensor, size: int) -> str:
         return ":"
     if along.numel() == 0:
         return "0:0"
+    # "0:4+8:12": places where indices do not follow each other.
     breaks = (along.diff() != 1).nonzero().reshape(-1).tolist()
     firsts = [0, *(at + 1 for at in breaks)]
     lasts = [*breaks, along.numel() - 1]

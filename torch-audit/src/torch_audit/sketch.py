@@ -36,6 +36,7 @@ def mixed(values: Tensor) -> Tensor:
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
     """A logical shift to the right; torch's own keeps the sign."""
+    # The arithmetic shift fills in copies of the sign, which the mask clears.
     mask = (1 << (64 - bits)) - 1
     return (values >> bits) & mask
 
@@ -49,6 +50,7 @@ def signs(indices: Tensor, axis: int, columns: int) -> Tensor:
     """Columns of signs for global indices along an axis, in float64: (indices, columns)."""
     hashes = _hashes(indices, axis)
     shifts = torch.arange(columns, device=indices.device)
+    # One bit of the hash for each column.
     bits = (hashes[:, None] >> shifts) & 1
     return (1 - 2 * bits).double()
 
@@ -62,6 +64,7 @@ def coverage(indices: Sequence[Tensor]) -> int:
     for axis, along in enumerate(indices):
         # 30 bits each: the sum of 2^31 of them fits in 61 bits.
         weights = _hashes(along, axis) & ((1 << 30) - 1)
+        # The sum over a product of sets is the product of their sums.
         total = total * int(weights.sum()) % PRIME
     return total
 
@@ -83,14 +86,18 @@ def sketch(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
             along[0] if along else torch.zeros_like(values, dtype=torch.int64)
         )
         result[0] = values.square().sum()
+        # A vector has 16 columns of signs of its own.
         result[1:] = signs(places, 0, NUMBERS).T @ values
         return result
     left = _left_signs(along[:-1])  # (rows, 4)
     right = signs(along[-1], tensor.ndim - 1, RANK)  # (columns, 4)
+    # All axes but the last are rows.
     matrix = tensor.reshape(-1, tensor.shape[-1])
     height = max(1, _BLOCK // matrix.shape[1])
     for first in range(0, matrix.shape[0], height):
         block = matrix[first : first + height].double()
+        # (4, height) @ (height, columns) @ (columns, 4): the small product
+        # first.
         part = left[first : first + height].T @ (block @ right)
         result[0] += block.square().sum()
         result[1:] += part.reshape(-1)
@@ -108,4 +115,5 @@ def _left_signs(along: Sequence[Tensor]) -> Tensor:
 
 def norm_of(numbers: Sequence[float]) -> float:
     """The estimate of a Frobenius norm from the 16 numbers of a sketch."""
+    # A root mean square: each number has the expectation |G|^2 when squared.
     return math.sqrt(sum(number * number for number in numbers) / len(numbers))

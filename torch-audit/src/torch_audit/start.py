@@ -20,6 +20,8 @@ class Settings:
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment in which an audited program is started."""
+        # Python runs `sitecustomize` from the first folder of PYTHONPATH that
+        # has one.
         paths = [str(_HOOK), inherited.get("PYTHONPATH", "")]
         return {
             **inherited,
