@@ -71,12 +71,14 @@ def test_flops_are_those_of_the_closed_form_and_backward_has_twice_as_many(
         mine = [op for op in ops if op.piece == number]
         forward = sum(op.full for op in mine if not op.attends)
         attention = sum(op.full for op in mine if op.attends)
-        assert products(piece.forward) == forward
-        assert products(piece.backward) == 2 * forward
+        # The head makes its logits in the backward, by chunks.
+        late = forward if number == len(found) - 1 else 0
+        assert products(piece.forward) == forward - late
+        assert products(piece.backward) == 2 * forward + late
         assert full(piece.forward) == attention
         assert full(piece.backward) == 2.5 * attention
         if "zb" in text:
-            assert products(piece.weight_gradient) == forward
+            assert products(piece.weight_gradient) == forward - late
             assert not piece.weight_gradient.attention
     total = sum(products(p.forward + p.backward) for p in found)
     multiplied = (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.comm import World
@@ -14,7 +16,9 @@ from phalanx.cost.scales import Scales
 from phalanx.layout.rules import Cut
 from phalanx.models import loss as chunked
 from phalanx.models import token_loss
+from phalanx.models.loss import EVERY_WORD, ChunkedLogits, Words, soft_cap
 from phalanx.parallel import VocabularyCrossEntropy
+from phalanx.parallel.tensor import words_of
 from phalanx.plan.corrections import LOSSES
 
 WORDS = 37
@@ -98,9 +102,8 @@ def cut(
     mine[..., : stop - start] = logits[..., start:stop]
     mine.requires_grad_()
     group = world.split("tp", [range(world.size)])
-    loss = VocabularyCrossEntropy(Cut(start, stop, stop - start), group)(
-        mine * 1, targets
-    )
+    words = words_of(Cut(start, stop, stop - start), group)
+    loss = VocabularyCrossEntropy(words)(mine * 1, targets)
     loss.backward(torch.tensor(0.3, dtype=loss.dtype))
     assert mine.grad is not None
     assert not mine.grad[..., stop - start :].nan_to_num(0.0).any()
@@ -186,3 +189,163 @@ def test_what_a_price_takes_as_our_loss_is_what_it_moves() -> None:
     assert each == pytest.approx(
         [LOSSES["over"].forward, LOSSES["over"].backward], rel=1e-2
     )
+
+
+HIDDEN = 6
+
+
+class ByChunks(NamedTuple):
+    """The results of a loss of `ChunkedLogits`."""
+
+    losses: Tensor
+    into: Tensor  # the gradient of the hidden states
+    weight: Tensor  # that of the weight
+    most: float  # bytes
+
+
+def head(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Hidden states (tokens, hidden) of the case's targets, and a weight."""
+    tokens = case(dtype)[1].numel()
+    both = drawn(tokens + WORDS, HIDDEN).to(dtype)
+    return both[:tokens], both[tokens:]
+
+
+def drawn(*shape: int) -> Tensor:
+    """Random numbers, the same on every rank."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def of_head(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shares: Tensor | None,
+    *,
+    words: Words = EVERY_WORD,
+    cap: float = 0.0,
+    z: float = 0.0,
+) -> ByChunks:
+    """The summed loss of a head, or with `shares` its tokens' losses, and the gradients."""
+    x, weight = x.clone().requires_grad_(), nn.Parameter(weight.clone())
+    summed = torch.zeros_like(weight.detach())
+
+    def contribute(a: Tensor, b: Tensor) -> None:
+        summed.addmm_(a, b)
+
+    logits = soft_cap(ChunkedLogits(x, weight, contribute), cap)
+    with Live() as live:
+        before = live.now
+        if shares is None:
+            losses = token_loss(logits, targets, words, z)
+            losses.backward(torch.tensor(0.3, dtype=losses.dtype))
+        else:
+            losses = chunked.token_losses(logits, targets, words, z)
+            losses.backward(shares)
+    assert x.grad is not None
+    return ByChunks(losses.detach(), x.grad, summed, live.most - before)
+
+
+def of_plain_head(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shares: Tensor | None,
+    cap: float,
+    z: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by plain torch: losses, and the gradients of x and the weight."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = x @ weight.mT
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    squares = logits.logsumexp(-1).square() * (targets != -100)
+    losses = losses + z * squares
+    if shares is None:
+        losses = losses.sum()
+        shares = torch.tensor(0.3, dtype=losses.dtype)
+    losses.backward(shares)
+    assert x.grad is not None and weight.grad is not None
+    return losses.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("z", [0.0, 0.1])
+@pytest.mark.parametrize("tokens", [1, 7, 1000])
+def test_a_head_without_logits_has_the_loss_and_gradients_of_torch(
+    tokens: int, z: float, cap: float, each: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of the losses, and the loss of each token, whose gradients differ."""
+    monkeypatch.setattr(chunked, "CHUNK", {"cpu": tokens * WORDS})
+    monkeypatch.setattr(chunked, "NUMBERS", {"cpu": 3 * WORDS})
+    x, weight = head(torch.float64)
+    targets = case(torch.float64)[1].flatten()
+    shares = drawn(len(targets)) if each else None
+    due = of_plain_head(x, weight, targets, shares, cap, z)
+    came = of_head(x, weight, targets, shares, cap=cap, z=z)
+    for mine, theirs in zip(came[:3], due, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+def cut_head(world: World, each: bool) -> ByChunks:
+    """A head on one of the ranks that share its vocabulary, in chunks of five tokens."""
+    x, weight = head(torch.float64)
+    targets = case(torch.float64)[1].flatten()
+    edges = (0, 19, WORDS)
+    start, stop = edges[world.rank : world.rank + 2]
+    padded = torch.full((20, HIDDEN), 7.0, dtype=x.dtype)
+    padded[: stop - start] = weight[start:stop]
+    group = world.split("tp", [range(world.size)])
+    words = words_of(Cut(start, stop, stop - start), group)
+    shares = drawn(len(targets)) if each else None
+    came = of_head(x, padded, targets, shares, words=words, cap=1.5, z=0.1)
+    assert not came.weight[stop - start :].any()
+    return came._replace(weight=came.weight[: stop - start])
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_head_without_logits_may_have_a_cut_vocabulary(
+    each: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "CHUNK", {"cpu": 5 * 20})
+    x, weight = head(torch.float64)
+    targets = case(torch.float64)[1].flatten()
+    shares = drawn(len(targets)) if each else None
+    losses, into, of_weight = of_plain_head(
+        x, weight, targets, shares, cap=1.5, z=0.1
+    )
+    came = launch(cut_head, 2, each, backend="threads")
+    for rank in came:
+        torch.testing.assert_close(rank.losses, losses, rtol=1e-13, atol=0.0)
+    # Every rank has a part of the gradient of x, by its own words.
+    both = came[0].into + came[1].into
+    torch.testing.assert_close(both, into, rtol=1e-12, atol=1e-13)
+    whole = torch.cat([rank.weight for rank in came])
+    torch.testing.assert_close(whole, of_weight, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_head_holds_one_chunk_of_logits_at_most(
+    each: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, tokens, hidden, count = 8192, 512, 4, 16
+    monkeypatch.setattr(chunked, "CHUNK", {"cpu": count * words})
+    monkeypatch.setattr(chunked, "NUMBERS", {"cpu": 2 * words})
+    x = torch.randn(tokens, hidden)
+    weight = torch.randn(words, hidden)
+    targets = torch.randint(0, words, (tokens,))
+    shares = torch.ones(tokens) if each else None
+    most = of_head(x, weight, targets, shares).most
+    # float32: a chunk and the tile of it; the whole logits would take 16 MB.
+    assert 4 * count * words < most < 4 * (count + 8) * words
+
+
+def test_a_loss_that_needs_no_gradient_has_its_value_at_once() -> None:
+    x, weight = head(torch.float64)
+    targets = case(torch.float64)[1].flatten()
+    logits = ChunkedLogits(x, nn.Parameter(weight), None)
+    loss = token_loss(logits, targets)
+    due = F.cross_entropy(x @ weight.mT, targets, reduction="sum")
+    torch.testing.assert_close(loss.detach(), due, rtol=1e-13, atol=0.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from phalanx.comm import Group, Work, regions
 from phalanx.layout import pieces
 from phalanx.layout.rules import Cut
+from phalanx.models.loss import Words
 from phalanx.parallel import Unit, count_valid, local, tensor
 from phalanx.parallel.data import Segment
 from phalanx.parallel.pool import BufferPool
@@ -212,12 +213,12 @@ def _() -> AbstractContextManager[None]:
         def full(self) -> int:
             return self.length
 
-    right = tensor.VocabularyCrossEntropy.__init__
+    right = tensor.words_of
 
-    def init(self: Any, cut: Cut, group: Group, *more: Any) -> None:
-        right(self, replace(cut, stop=cut.start + cut.length), group, *more)
+    def words_of(cut: Cut, group: Group) -> Words:
+        return right(replace(cut, stop=cut.start + cut.length), group)
 
-    return swapped(tensor.VocabularyCrossEntropy, "__init__", init)
+    return swapped(tensor, "words_of", words_of)
 
 
 @fault(

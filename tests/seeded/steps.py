@@ -212,18 +212,15 @@ def _() -> AbstractContextManager[None]:
     z_loss=0.1,
 )
 def _() -> AbstractContextManager[None]:
-    right = loss.token_loss
+    def token_sums(
+        logits: Tensor, targets: Tensor, terms: loss._Terms
+    ) -> loss._TokenSums:
+        sums = loss._shared_sums(logits, targets, terms)
+        assert sums.own is not None
+        of_z = terms.z * sums.own.square() * (targets != -100)
+        return sums._replace(losses=sums.losses + of_z)
 
-    def token_loss(
-        logits: Tensor, targets: Tensor, *, z: float = 0.0, **cut: Any
-    ) -> Tensor:
-        own = logits[..., : cut["width"]].logsumexp(-1)
-        return (
-            right(logits.clone(), targets, **cut)
-            + z * own[targets != -100].square().sum()
-        )
-
-    return swapped(tensor, "token_loss", token_loss)
+    return swapped(loss, "_token_sums", token_sums)
 
 
 # ---- uninitialized memory

@@ -82,9 +82,9 @@ _enter(
 )  # fmt: skip
 _enter(
     "the loss of a token is in 16 bits",
-    "gqa", "dp2 zero1", (loss._TokenLoss, "forward"),
-    "torch.promote_types(logits.dtype, torch.float32)", "logits.dtype",
-    "models/loss.py: _TokenLoss.forward computes",
+    "gqa", "dp2 zero1", (loss, "_wide"),
+    "torch.promote_types(x.dtype, torch.float32)", "x.dtype",
+    "models/loss.py: _whole_sums computes",
 )  # fmt: skip
 _enter(
     "a ring merges partial results in 16 bits",

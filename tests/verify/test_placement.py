@@ -127,8 +127,7 @@ def counted_by_each(self: tensor.CutRMSNorm, x: Tensor) -> Tensor:
 def of_own_words(
     self: tensor.VocabularyCrossEntropy, logits: Tensor, targets: Tensor
 ) -> Tensor:
-    words = self.cut.stop - self.cut.start
-    return token_loss(logits, targets, first=self.cut.start, width=words)
+    return token_loss(logits, targets, self.words._replace(agree=None))
 
 
 def with_sums_of_own_words(
@@ -138,12 +137,10 @@ def with_sums_of_own_words(
 
     def agree(x: Tensor, op: str) -> None:
         if op == "max":
-            self.group.all_reduce(x, op)
+            assert self.words.agree is not None
+            self.words.agree(x, op)
 
-    words = self.cut.stop - self.cut.start
-    return token_loss(
-        logits, targets, first=self.cut.start, width=words, agree=agree
-    )
+    return token_loss(logits, targets, self.words._replace(agree=agree))
 
 
 def on_every_rank(self: Executor, y: Tensor) -> None:

@@ -196,23 +196,22 @@ def test_a_mistake_in_our_own_loss_is_caught_though_both_sides_train_the_same_mo
     None
 ):
     """One process has torch's cross-entropy and not ours, which would be compared with itself."""
-    right = loss.token_loss
+    right = loss._token_sums
 
-    def too_large(
-        logits: torch.Tensor, targets: torch.Tensor, **how: Any
-    ) -> torch.Tensor:
-        return right(logits, targets, **how) * (1 + 1e-6)
+    def too_large(*args: Any) -> loss._TokenSums:
+        sums = right(*args)
+        return sums._replace(losses=sums.losses * (1 + 1e-6))
 
     assert failures("dp2", steps=1) == []
-    with swapped(loss, "token_loss", too_large):
+    with swapped(loss, "_token_sums", too_large):
         assert "step 0: the loss is" in failures("dp2", steps=1)[0]
 
     def tripled(ctx: Any, gradient: torch.Tensor) -> Any:
         into, *rest = backward(ctx, gradient)
         return (3 * into, *rest)
 
-    backward = loss._TokenLoss.backward
-    with swapped(loss._TokenLoss, "backward", staticmethod(tripled)):
+    backward = loss._ChunkedLoss.backward
+    with swapped(loss._ChunkedLoss, "backward", staticmethod(tripled)):
         assert "3 times as much" in failures("dp2", steps=1)[0]
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from .attention import Attention, HeadsAttention, LatentAttention
 from .experts import ExpertMlps, Experts, Router, Sending, gated
-from .loss import CrossEntropy
+from .loss import CrossEntropy, soft_cap
 from .noise import EMBEDDING, Dropout, block_noise
 from .norm import norm_of
 from .rope import shared_angles
@@ -394,9 +394,12 @@ class Head(nn.Module):
     """Last norm, output projection and summed loss.
 
     `output.weight` may be the embedding's own parameter or another of the same shape.
-    With a `softcap` c, a logit l becomes c tanh(l / c), which keeps a second matrix of
-    logits for backward.
+    With a `softcap` c, a logit l becomes c tanh(l / c).
+
+    In a piece, the output projection may return `ChunkedLogits` in place of the logits.
     """
+
+    by_chunks = "output"  # the child that may do so
 
     def __init__(
         self, hidden: int, vocab: int, norm: nn.Module, softcap: float = 0.0
@@ -407,10 +410,9 @@ class Head(nn.Module):
         self.loss = CrossEntropy()
 
     def logits(self, x: Tensor) -> Tensor:
-        y: Tensor = self.output(self.norm(x))  # (B, T, vocab)
-        return (
-            self.softcap * torch.tanh(y / self.softcap) if self.softcap else y
-        )
+        y = self.output(self.norm(x))  # (B, T, vocab)
+        capped: Tensor = soft_cap(y, self.softcap)
+        return capped
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.loss(self.logits(x), targets)

@@ -4,39 +4,90 @@ The logits of 8,192 tokens over 128k words take 2 GiB in 16 bits. With a float32
 its softmax and its gradient they would take 14 GiB. So the logits are read a few rows
 at a time, forward keeps one number for each token, and backward overwrites the logits
 with their gradient.
+
+If a head hands over its last product instead of the logits (`ChunkedLogits`), they never
+exist as a whole either: fused linear cross-entropy, as in Liger Kernel (Hsu et al. 2024).
+Each chunk of tokens makes its logits, turns them into their gradient, and multiplies it
+with the weight and the hidden states.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..layout.choices import LOGITS_CHUNK
+
 IGNORED = -100  # targets with this value add nothing to the loss
 
-# Elements in a chunk, by device: a float32 copy fits in a CPU's cache, or keeps a GPU
+# Elements in a tile, by device: a float32 copy fits in a CPU's cache, or keeps a GPU
 # busy.
 NUMBERS, LARGE = {"cpu": 1 << 20}, 1 << 25
+
+# Elements in a chunk of logits, likewise.
+CHUNK = {"cpu": 1 << 24}
 
 Agree = Callable[[Tensor, str], object]
 
 
-class _Chunk(NamedTuple):
-    """A chunk of tokens of the logits."""
+class Words(NamedTuple):
+    """A rank's part of the vocabulary.
+
+    The first `width` columns of its logits are the words from `first` on, and any
+    further columns are padding. `agree` all-reduces a tensor in place ("max" or "sum").
+    """
+
+    first: int = 0
+    width: int | None = None  # None: all columns
+    agree: Agree | None = None
+
+
+EVERY_WORD = Words()
+
+
+class ChunkedLogits(NamedTuple):
+    """Logits as the product that makes them: x times a weight, then a soft cap.
+
+    The weight is read when a chunk is made. Its gradient goes to `contribute`, as two
+    factors; None if the weight is frozen.
+    """
+
+    x: Tensor  # (..., in)
+    weight: nn.Parameter  # (words, in)
+    contribute: Callable[[Tensor, Tensor], None] | None
+    cap: float = 0.0
+
+
+Logits = Tensor | ChunkedLogits
+AnyLogits = TypeVar("AnyLogits", Tensor, ChunkedLogits)
+
+
+def soft_cap(logits: AnyLogits, cap: float) -> AnyLogits:
+    """The logits l as c tanh(l / c), with the cap c; a cap of 0 changes nothing."""
+    if not cap:
+        return logits
+    if isinstance(logits, ChunkedLogits):
+        return logits._replace(cap=cap)
+    return cap * torch.tanh(logits / cap)
+
+
+class _Tile(NamedTuple):
+    """A few tokens of the logits."""
 
     rows: slice
     logits: Tensor  # (tokens, width): a view
     wide: Tensor  # in float32 or wider, (tokens, width); a copy if the logits are narrower
-    room: Tensor  # scratch of that size and dtype, shared by all chunks
+    room: Tensor  # scratch of that size and dtype, shared by all tiles
 
 
-def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
-    """Yield chunks of tokens, with the first `width` words of each."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+def _tiles(logits: Tensor, width: int) -> Iterator[_Tile]:
+    """Yield tiles of a few tokens, with the first `width` words of each."""
+    dtype = _wide(logits)
     numbers = NUMBERS.get(logits.device.type, LARGE)
     tokens = logits.shape[0]
     count = max(1, min(tokens, numbers // max(1, width)))
@@ -46,7 +97,7 @@ def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
         for _ in range(1 + copied)
     ]
     if logits.is_meta:
-        # On meta only sizes count: all tokens at once, with the memory of one chunk.
+        # On meta only sizes count: all tokens at once, with the memory of one tile.
         rooms = [
             room.as_strided((tokens, width), (width, 1)) for room in rooms
         ]
@@ -56,110 +107,99 @@ def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
         x = logits[rows, :width]
         room, *more = (room[: rows.stop - start] for room in rooms)
         wide = more[0].copy_(x) if copied else x
-        yield _Chunk(rows, x, wide, room)
+        yield _Tile(rows, x, wide, room)
 
 
-class _TokenLoss(torch.autograd.Function):
-    """The loss over all words.
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _TokenSums(NamedTuple):
+    """What a token's loss and its gradient need of the logits: (tokens,) each."""
+
+    losses: Tensor
+    # Log-sum-exp over this rank's words and over all; None if no gradient needs them.
+    own: Tensor | None = None
+    total: Tensor | None = None
+
+
+class _Terms(NamedTuple):
+    """The loss to compute: this rank's words, and the factor of z-loss."""
+
+    words: Words
+    z: float
+
+    def width(self, logits: Tensor) -> int:
+        width = self.words.width
+        return logits.shape[1] if width is None else width
+
+    def whole(self, logits: Tensor) -> bool:
+        """True if this rank has the logits of all words."""
+        words = self.words
+        every = self.width(logits) == logits.shape[1] and not words.first
+        return every and words.agree is None
+
+    def place(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The column of each target, and True where this rank has it."""
+        first = self.words.first
+        mine = (targets >= first) & (targets < first + width)
+        return torch.where(mine, targets - first, 0), mine
+
+
+def _token_sums(logits: Tensor, targets: Tensor, terms: _Terms) -> _TokenSums:
+    """The losses of tokens from their logits (tokens, words)."""
+    read = _whole_sums if terms.whole(logits) else _shared_sums
+    sums = read(logits, targets, terms)
+    if not terms.z:
+        return sums
+    assert sums.total is not None
+    losses = sums.losses + terms.z * sums.total.square()
+    valid = targets != IGNORED
+    return sums._replace(losses=torch.where(valid, losses, 0.0))
+
+
+def _whole_sums(logits: Tensor, targets: Tensor, terms: _Terms) -> _TokenSums:
+    """The sums over all words.
 
     Softmax and its logarithm are one fused kernel each: on a CPU they take half as long
     as exp, sum and log one after the other.
     """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, z: float) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        losses = torch.empty(targets.shape, dtype=wide, device=targets.device)
-        totals = torch.empty_like(losses) if z else None
-        for rows, _, x, room in _chunks(logits, logits.shape[1]):
-            torch.log_softmax(x, -1, out=room)
-            losses[rows] = F.nll_loss(
-                room, targets[rows], ignore_index=IGNORED, reduction="none"
-            )
-            if totals is not None:
-                totals[rows] = _log_sum(x, room)
-        ctx.save_for_backward(logits, targets, totals)
-        ctx.z = z
-        if totals is not None:
-            losses += torch.where(targets != IGNORED, z * totals.square(), 0.0)
-        return losses
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, totals = ctx.saved_tensors
-        # (tokens,): the gradient of each token's loss
-        each = gradient * (targets != IGNORED)
-        share = each
-        if (
-            totals is not None
-        ):  # d log(sum exp) is the softmax as well, so z-loss scales it
-            share = each * (1.0 + 2.0 * ctx.z * totals)
-        into = _write_gradient(
-            logits, logits.shape[1], targets.clamp(min=0), share, -each
+    losses = targets.new_empty(targets.shape, dtype=_wide(logits))
+    totals = torch.empty_like(losses) if terms.z else None
+    for rows, _, x, room in _tiles(logits, logits.shape[1]):
+        torch.log_softmax(x, -1, out=room)
+        losses[rows] = F.nll_loss(
+            room, targets[rows], ignore_index=IGNORED, reduction="none"
         )
-        return into, None, None
+        if totals is not None:
+            totals[rows] = _log_sum(x, room)
+    return _TokenSums(losses, totals, totals)
 
 
-class _CutTokenLoss(torch.autograd.Function):
-    """The loss over a sharded vocabulary: all-reduces two numbers per token."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        first: int,
-        width: int,
-        agree: Agree | None,
-        z: float,
-    ) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        mine = (targets >= first) & (
-            targets < first + width
-        )  # (tokens,): on this rank
-        at = torch.where(
-            mine, targets - first, 0
-        )  # (tokens,): columns of this rank
-        chosen = torch.zeros_like(targets, dtype=wide)  # each target's logit
-        # (tokens,): the log-sum-exp of this rank's words
-        own = torch.full_like(chosen, -math.inf)
-        if width:
-            chosen.copy_(logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)).mul_(
-                mine
-            )
-            for rows, _, x, room in _chunks(logits, width):
-                torch.log_softmax(x, -1, out=room)
-                own[rows] = _log_sum(x, room)
-        total = own  # (tokens,): the log-sum-exp of all words
-        # log Z = most + log(sum over ranks of exp(own - most)), which cannot overflow.
-        # Both sums are stacked into one all-reduce.
-        if agree is not None:
-            most = own.clone()
-            agree(most, "max")
-            sums = torch.stack(((own - most).exp_(), chosen))  # (2, tokens)
-            agree(sums, "sum")
-            total, chosen = most.add_(sums[0].log()), sums[1]
-        valid = targets != IGNORED
-        ctx.save_for_backward(logits, own, total, at, mine & valid, valid)
-        ctx.width, ctx.z = width, z
-        losses = total - chosen
-        if z:
-            losses += z * total.square()
-        return torch.where(valid, losses, 0.0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, own, total, at, mine, valid = ctx.saved_tensors
-        each = gradient * valid  # (tokens,): the gradient of each token's loss
-        # Weight of this rank's softmax, which sums to one over this rank's words alone.
-        share = each * (own - total).exp()
-        if ctx.z:
-            share = share * (1.0 + 2.0 * ctx.z * total)
-        # Only the rank that holds the target's column subtracts it.
-        into = _write_gradient(logits, ctx.width, at, share, -each * mine)
-        return into, None, None, None, None, None
+def _shared_sums(logits: Tensor, targets: Tensor, terms: _Terms) -> _TokenSums:
+    """The sums over a sharded vocabulary: all-reduces two numbers per token."""
+    width = terms.width(logits)
+    at, mine = terms.place(targets, width)
+    # (tokens,): each target's logit
+    chosen = torch.zeros_like(targets, dtype=_wide(logits))
+    own = torch.full_like(chosen, -math.inf)
+    if width:
+        logit = logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)
+        chosen.copy_(logit).mul_(mine)
+        for rows, _, x, room in _tiles(logits, width):
+            torch.log_softmax(x, -1, out=room)
+            own[rows] = _log_sum(x, room)
+    total, agree = own, terms.words.agree
+    # log Z = most + log(sum over ranks of exp(own - most)), which cannot overflow.
+    # Both sums are stacked into one all-reduce.
+    if agree is not None:
+        most = own.clone()
+        agree(most, "max")
+        sums = torch.stack(((own - most).exp_(), chosen))  # (2, tokens)
+        agree(sums, "sum")
+        total, chosen = most.add_(sums[0].log()), sums[1]
+    losses = torch.where(targets != IGNORED, total - chosen, 0.0)
+    return _TokenSums(losses, own, total)
 
 
 def _log_sum(x: Tensor, logs: Tensor) -> Tensor:
@@ -172,19 +212,34 @@ def _log_sum(x: Tensor, logs: Tensor) -> Tensor:
 
 
 def _write_gradient(
-    logits: Tensor, width: int, at: Tensor, share: Tensor, target: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    sums: _TokenSums,
+    gradient: Tensor,
+    terms: _Terms,
 ) -> Tensor:
     """Overwrite the logits (tokens, words) with their gradient.
 
-    Each token gets its `share` (tokens) of the softmax of the first `width` words, plus
-    `target` (tokens) at the word `at` (tokens). The other words get zero.
+    `gradient` (tokens) is that of each token's loss.
     """
     # Shares storage. If anything else saved the logits, autograd's version check raises.
     into = logits.detach()
+    width = terms.width(into)
+    at, mine = terms.place(targets, width)
+    each = gradient * (targets != IGNORED)
+    # Weight of this rank's softmax, which sums to one over this rank's words alone.
+    share = each
+    if not terms.whole(into):
+        assert sums.own is not None
+        share = share * (sums.own - sums.total).exp()
+    if terms.z:
+        # d log(sum exp) is the softmax as well, so z-loss scales it
+        assert sums.total is not None
+        share = share * (1.0 + 2.0 * terms.z * sums.total)
+    target = -each * mine
     if width < into.shape[1]:
         into[:, width:] = 0.0
-    for rows, x, wide, room in _chunks(into, width) if width else ():
-        # d loss / d logits = share * softmax + target * one_hot(at)
+    for rows, x, wide, room in _tiles(into, width) if width else ():
         torch.softmax(wide, -1, out=room)
         torch.mul(room, share[rows].unsqueeze(-1), out=wide)
         index = at[rows].unsqueeze(-1)
@@ -194,53 +249,198 @@ def _write_gradient(
     return into
 
 
+class _TokenLosses(torch.autograd.Function):
+    """Each token's loss, from logits that exist as a whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, terms: _Terms
+    ) -> Tensor:
+        sums = _token_sums(logits, targets, terms)
+        ctx.terms = terms
+        ctx.save_for_backward(logits, targets, sums.own, sums.total)
+        return sums.losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, own, total = ctx.saved_tensors
+        sums = _TokenSums(gradient, own, total)
+        into = _write_gradient(logits, targets, sums, gradient, ctx.terms)
+        return into, None, None
+
+
+class _Chunk(NamedTuple):
+    """The logits of a chunk of tokens."""
+
+    rows: slice
+    x: Tensor  # (tokens, in)
+    logits: Tensor  # (tokens, words)
+    turned: Tensor | None  # with a soft cap c: tanh(product / c), (tokens, words)
+
+
+def _logit_chunks(x: Tensor, of: ChunkedLogits) -> Iterator[_Chunk]:
+    """Yield the logits of x (tokens, in), a chunk of tokens at a time.
+
+    Ranks of tp have weights of one size, so they have equally many chunks.
+    """
+    weight = of.weight.detach()
+    words, tokens = weight.shape[0], x.shape[0]
+    numbers = CHUNK.get(x.device.type, LOGITS_CHUNK)
+    count = max(1, min(tokens, numbers // max(1, words)))
+    room = x.new_empty(count, words)
+    spare = torch.empty_like(room) if of.cap else None
+    if x.is_meta:
+        # As for tiles: all tokens at once, with the memory of one chunk.
+        count = tokens
+        room = room.as_strided((tokens, words), (words, 1))
+        if spare is not None:
+            spare = spare.as_strided((tokens, words), (words, 1))
+    for start in range(0, tokens, count):
+        rows = slice(start, min(start + count, tokens))
+        part = x[rows]
+        logits = torch.mm(part, weight.mT, out=room[: part.shape[0]])
+        turned = None
+        if spare is not None:
+            turned = logits.div_(of.cap).tanh_()
+            logits = torch.mul(turned, of.cap, out=spare[: part.shape[0]])
+        yield _Chunk(rows, part, logits, turned)
+
+
+def _send_back(
+    chunk: _Chunk, gradient: Tensor, of: ChunkedLogits, into: Tensor
+) -> None:
+    """Pass a chunk's gradient of the logits on to `into` (tokens, in) and the weight."""
+    if chunk.turned is not None:
+        # The cap's factors cancel.
+        aten = torch.ops.aten.tanh_backward
+        aten.grad_input(gradient, chunk.turned, grad_input=gradient)
+    torch.mm(gradient, of.weight.detach(), out=into[chunk.rows])
+    if of.contribute is not None:
+        of.contribute(gradient.mT, chunk.x)
+
+
+class _ChunkedTokenLosses(torch.autograd.Function):
+    """Each token's loss by chunks, whose backward makes the logits once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, targets: Tensor, of: ChunkedLogits, terms: _Terms
+    ) -> Tensor:
+        parts = [
+            _token_sums(chunk.logits, targets[chunk.rows], terms)
+            for chunk in _logit_chunks(x, of)
+        ]
+        losses, own, total = map(_joined, zip(*parts, strict=True))
+        ctx.of, ctx.terms = of._replace(x=x.new_empty(0)), terms
+        ctx.save_for_backward(x, targets, own, total)
+        assert losses is not None
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, targets, own, total = ctx.saved_tensors
+        into = torch.empty_like(x)
+        for chunk in _logit_chunks(x, ctx.of):
+            parts = (
+                None if y is None else y[chunk.rows]
+                for y in (gradient, own, total)
+            )
+            sums = _TokenSums(*parts)  # type: ignore[arg-type]
+            target = targets[chunk.rows]
+            given = _write_gradient(
+                chunk.logits, target, sums, sums.losses, ctx.terms
+            )
+            _send_back(chunk, given, ctx.of, into)
+        return into, None, None, None
+
+
+def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    there = [x for x in parts if x is not None]
+    return torch.cat(there) if there else None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The summed loss, computed by chunks in the backward.
+
+    A chunk's gradient needs nothing of the other chunks, so its logits are made once, for
+    the loss and the gradient. The output is filled in by the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, targets: Tensor, of: ChunkedLogits, terms: _Terms
+    ) -> Tensor:
+        loss = x.new_zeros((), dtype=_wide(x))
+        # Detached: the output itself would keep this node alive, and this node it.
+        ctx.loss = loss.detach()
+        ctx.of, ctx.terms = of._replace(x=x.new_empty(0)), terms
+        ctx.save_for_backward(x, targets)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, targets = ctx.saved_tensors
+        into = torch.empty_like(x)
+        for chunk in _logit_chunks(x, ctx.of):
+            target = targets[chunk.rows]
+            sums = _token_sums(chunk.logits, target, ctx.terms)
+            ctx.loss += sums.losses.sum()
+            each = gradient.expand(target.shape)
+            given = _write_gradient(
+                chunk.logits, target, sums, each, ctx.terms
+            )
+            _send_back(chunk, given, ctx.of, into)
+        return into, None, None, None
+
+
 def token_loss(
-    logits: Tensor,
+    logits: Logits,
     targets: Tensor,
-    *,
-    first: int = 0,
-    width: int | None = None,
-    agree: Agree | None = None,
+    words: Words = EVERY_WORD,
     z: float = 0.0,
 ) -> Tensor:
-    """The sum of the tokens' cross-entropies: see `token_losses`."""
-    terms: Any = {"first": first, "width": width, "agree": agree, "z": z}
-    return token_losses(logits, targets, **terms).sum()
+    """The sum of the tokens' cross-entropies: see `token_losses`.
+
+    The sum of `ChunkedLogits` whose gradient is needed has its value after the backward.
+    """
+    if not isinstance(logits, ChunkedLogits):
+        return token_losses(logits, targets, words, z).sum()
+    if not (torch.is_grad_enabled() and logits.x.requires_grad):
+        return token_losses(logits, targets, words, z).sum()
+    x, flat = logits.x.flatten(0, -2), targets.flatten()
+    loss: Tensor = _ChunkedLoss.apply(x, flat, logits, _Terms(words, z))  # type: ignore[no-untyped-call]
+    return loss
 
 
 def token_losses(
-    logits: Tensor,
+    logits: Logits,
     targets: Tensor,
-    *,
-    first: int = 0,
-    width: int | None = None,
-    agree: Agree | None = None,
+    words: Words = EVERY_WORD,
     z: float = 0.0,
 ) -> Tensor:
     """Each token's cross-entropy, flat, in float32 or wider; 0 without a target.
 
-    With `z`, each token adds z log(Z)^2, where Z is the sum of exp of its logits:
-    PaLM's z-loss.
-
-    Logits are (..., words). If the vocabulary is sharded, this rank has `width` words
-    from `first` on, any further columns are padding, and `agree` all-reduces a tensor
-    in place ("max" or "sum").
+    Logits are (..., words). With `z`, each token adds z log(Z)^2, where Z is the sum of
+    exp of its logits: PaLM's z-loss.
     """
-    words = logits.shape[-1]
-    width = words if width is None else width
-    given = logits.flatten(0, -2), targets.flatten()
+    terms, flat = _Terms(words, z), targets.flatten()
     losses: Tensor  # (tokens,)
-    if agree is None and width == words and not first:
-        losses = _TokenLoss.apply(*given, z)  # type: ignore[no-untyped-call]
+    if isinstance(logits, ChunkedLogits):
+        x = logits.x.flatten(0, -2)
+        losses = _ChunkedTokenLosses.apply(x, flat, logits, terms)  # type: ignore[no-untyped-call]
     else:
-        losses = _CutTokenLoss.apply(*given, first, width, agree, z)  # type: ignore[no-untyped-call]
+        losses = _TokenLosses.apply(logits.flatten(0, -2), flat, terms)  # type: ignore[no-untyped-call]
     return losses
 
 
 class CrossEntropy(nn.Module):
     """The sum of tokens' cross-entropies, in float32 or wider; -100 adds nothing."""
 
-    z = 0.0  # see `token_loss`
+    z = 0.0  # see `token_losses`
+    words = EVERY_WORD
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_loss(logits, targets, z=self.z)
+    def forward(self, logits: Logits, targets: Tensor) -> Tensor:
+        return token_loss(logits, targets, self.words, self.z)

@@ -570,6 +570,13 @@ class PlainUnit(Unit):
             self._open = True
             self.pool.count(self.numel, self.precision.reduce)
 
+    def contribute(self, name: str, a: Tensor, b: Tensor) -> None:
+        weight = self.parameters[name]
+        if weight.grad is None:
+            weight.grad = torch.mm(a, b)
+        else:
+            weight.grad.addmm_(a, b)
+
     def reduce(self) -> Work:
         assert self._open, f"unit {self.number} is summed and has no gradient"
         self._open = False

@@ -362,8 +362,11 @@ def _piece(
 ) -> Piece:
     module, compiled = model.pieces[piece][1], None
     # On meta each operation is costed on its own, so nothing is compiled.
-    apart = isinstance(module, ExpertsPart) or getattr(
-        module, "uncompiled", False
+    # A head whose loss makes the logits has nothing but a norm to compile.
+    apart = (
+        isinstance(module, ExpertsPart)
+        or hasattr(module, "by_chunks")
+        or getattr(module, "uncompiled", False)
     )
     if layout.compile and device.type != "meta" and not apart:
         refuse_uncompiled(device)

@@ -32,6 +32,7 @@ from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 from ..comm import Work
 from ..models import ExpertProducts, LoraLinear
 from ..models.experts import TERMS, loss_router
+from ..models.loss import ChunkedLogits
 from .compile import CompiledModule, Factors
 from .data import Unit
 from .low_precision import EightBits, of_expert
@@ -260,6 +261,14 @@ class _Product(_Function):
         return into, bias, None, None
 
 
+def _by_chunks(
+    weight: nn.Parameter, unit: Unit, name: str, x: Tensor, bias: None
+) -> ChunkedLogits:
+    """The product of an output projection, left to the loss."""
+    contribute = None if unit.frozen else partial(unit.contribute, name)
+    return ChunkedLogits(x, weight, contribute)
+
+
 class _Linear(nn.Linear):
     """nn.Linear with the piece's own matmul."""
 
@@ -336,11 +345,19 @@ class Piece:
         # The head's matmul and an adapter's thin ones would lose more accuracy in 8
         # bits than they gain.
         narrow = set() if first or last else set(narrowable(module))
+        chunked = self._chunked_output()
         for child in module.modules():
             if isinstance(child, ExpertProducts):
                 matmul = self.owners[child.up][0].precision.matmul
                 if isinstance(matmul, EightBits) and matmul.traits.experts:
                     child.product = partial(of_expert, matmul)
+            if child is chunked:
+                child.__class__ = _Linear
+                unit, name = self.owners[chunked.weight]
+                chunked.weight_product = partial(
+                    _by_chunks, chunked.weight, unit, name
+                )
+                continue
             if child._parameters.get("weight") not in ours:
                 continue
             if type(child) is nn.Linear:
@@ -362,6 +379,15 @@ class Piece:
                 else:
                     factor = _Factor(own.weight, unit, name, spec)
                     own.weight_product = self._product(factor)
+
+    def _chunked_output(self) -> Any:
+        """The output projection of a head whose loss makes the logits by chunks."""
+        name = getattr(self.module, "by_chunks", "")
+        if not name or self.first or self.compiled:
+            return None
+        output = self.module.get_submodule(name)
+        plain = type(output) is nn.Linear and output.bias is None
+        return output if plain else None
 
     def _product(self, factor: _Factor) -> Callable[..., Tensor]:
         """F.linear (or x @ weight), with the backward of `_Product` for gradients."""

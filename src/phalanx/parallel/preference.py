@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from ..comm import Group
 from ..layout import LayoutError
 from ..models.decoder import Head
-from ..models.loss import token_losses
+from ..models.loss import EVERY_WORD, token_losses
 from .model import Model
 from .own_loss import METRICS, Measure
 
@@ -101,15 +101,11 @@ class PreferenceLoss(nn.Module):
     def __init__(self, beta: float) -> None:
         super().__init__()
         self.beta = beta
-        self.words: dict[str, Any] = {}  # this rank's part of the vocabulary
+        self.words = EVERY_WORD  # under tp, this rank's part of the vocabulary
         self.time: tuple[
             Group, ...
         ] = ()  # ranks with other tokens of the same rows
         self.seen: list[tuple[Tensor, Tensor]] | None = None
-
-    def shard_words(self, first: int, width: int, tp: Group) -> None:
-        """Take logits of `width` words from `first` on; the ranks of tp have the others."""
-        self.words = {"first": first, "width": width, "agree": tp.all_reduce}
 
     def shard_time(self, groups: Sequence[Group]) -> None:
         """Take some of a row's tokens; the ranks of these groups have the others."""
@@ -118,7 +114,7 @@ class PreferenceLoss(nn.Module):
     def forward(
         self, logits: Tensor, targets: Tensor, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        losses = token_losses(logits, targets, **self.words)  # (B T,)
+        losses = token_losses(logits, targets, self.words)  # (B T,)
         each = (
             losses.view(targets.shape) * -batch[SIGNS]
         )  # (B, T): signed log-probs

@@ -31,6 +31,7 @@ from ..models import (
     Spread,
     token_loss,
 )
+from ..models.loss import Logits, Words
 from .groups import Groups
 from .model import Model
 from .own_tp import install_views
@@ -224,17 +225,18 @@ class CutRMSNorm(nn.Module):
 class VocabularyCrossEntropy(nn.Module):
     """The summed cross-entropy of logits that are sharded over the vocabulary."""
 
-    def __init__(self, cut: Cut, group: Group, z: float = 0.0) -> None:
+    def __init__(self, words: Words, z: float = 0.0) -> None:
         super().__init__()
-        self.cut, self.group, self.z = cut, group, z
+        self.words, self.z = words, z
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, logits: Logits, targets: Tensor) -> Tensor:
         # Ranks exchange two numbers per token, never a row of logits.
-        return token_loss(
-            logits, targets,
-            first=self.cut.start, width=self.cut.stop - self.cut.start, agree=self.group.all_reduce,
-            z=self.z,
-        )  # fmt: skip
+        return token_loss(logits, targets, self.words, self.z)
+
+
+def words_of(cut: Cut, group: Group) -> Words:
+    """A rank's part of a vocabulary that the ranks of `group` share."""
+    return Words(cut.start, cut.stop - cut.start, group.all_reduce)
 
 
 def install_regions(model: Model, layout: Layout, groups: Groups) -> None:
@@ -414,12 +416,12 @@ class _Installer:
 
     def _shard_loss(self, owner: Any, cut: Cut) -> None:
         """Make the loss of a head take this rank's words of the logits."""
-        tp = self.groups.tp
+        words = words_of(cut, self.groups.tp)
         if isinstance(owner.loss, PreferenceLoss):
-            owner.loss.shard_words(cut.start, cut.stop - cut.start, tp)
+            owner.loss.words = words
             return
         z = getattr(owner.loss, "z", 0.0)
-        owner.loss = VocabularyCrossEntropy(cut, tp, z)
+        owner.loss = VocabularyCrossEntropy(words, z)
 
     def _cut_time(self) -> None:
         """Under seq, give modules between the regions only this rank's tokens.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..layout import Layout, Shape
-from ..layout.choices import DTYPES
+from ..layout.choices import DTYPES, LOGITS_CHUNK
 from ..program import Load, MessageLoad, PieceCost
 from .case import Case
 from .profile import SoftwareProfile
@@ -34,8 +34,8 @@ class LossBytes(NamedTuple):
 
 
 # A float32 softmax is made from a float32 copy while the logits still exist
-# ("wide-over"), or its gradient is made next to it ("wide"). Costs are those of ours,
-# "over".
+# ("wide-over"), or its gradient is made next to it ("wide").
+CHUNKS = "chunks"  # as our head costs: the logits never exist as a whole
 LOSSES = {
     "over": LossBytes(0.0, 0.0, 14.0, 28.0),
     "beside": LossBytes(0.0, 2.0, 2.0, 4.0),
@@ -212,13 +212,42 @@ def _keeps(
     return replace(work, cost=replace(work.cost, kept=kept))
 
 
+def _with_whole_logits(
+    cost: PieceCost, software: Software, shape: Shape, logits: float
+) -> PieceCost:
+    """The cost of our head ("chunks") as if the logits existed as a whole ("over").
+
+    The first of the backward's products makes the logits, and moves to the forward with
+    the reading of the softmax.
+    """
+    made, *others = cost.input_gradient.products
+    copies = 2 if shape.logit_softcap else 1  # before the soft cap and after it
+    width = copies * software.width
+    moved = logits * LOSSES["over"].forward
+    chunk = min(logits, LOGITS_CHUNK)
+    back = cost.input_gradient
+    return replace(
+        cost,
+        kept=cost.kept + logits * width,
+        temporary=max(0.0, cost.temporary - chunk * width),
+        forward=replace(
+            cost.forward, products=(made,), moved=cost.forward.moved + moved
+        ),
+        input_gradient=replace(
+            back, products=tuple(others), moved=back.moved - moved
+        ),
+    )
+
+
 def makes_loss(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
     """Replace our loss in the head by the software's."""
-    if software.profile.loss == "over":
+    if software.profile.loss == CHUNKS:
         return work
     cost = work.cost
     # The logits on this rank, of which tp divides the vocabulary.
     logits = of.tokens * of.shape.vocab / of.cut.tp
+    if not cost.forward.products:
+        cost = _with_whole_logits(cost, software, of.shape, logits)
     theirs, ours = LOSSES[software.profile.loss], LOSSES["over"]
     kept, temporary, forward, backward = (
         logits * (a - b) for a, b in zip(theirs, ours, strict=True)

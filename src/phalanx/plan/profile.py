@@ -21,10 +21,11 @@ from .device import MachineError, MachineFileError, catalogue
 SCORES = "scores"  # attention as two products with a softmax between them
 # each generation of fused kernels is faster
 KERNELS = (SCORES, "flash-1", "flash-2", "flash-3")
-# How the loss handles the logits. Their gradient overwrites them ("over") or has its
+# How the loss handles the logits. It makes them by chunks, in the backward ("chunks",
+# ours). Or they exist as a whole, and their gradient overwrites them ("over") or has its
 # own buffer ("beside"). Or a float32 softmax replaces them, whose gradient overwrites
 # it ("wide-over", Megatron) or has its own buffer ("wide", plain PyTorch).
-LOSSES = ("over", "beside", "wide-over", "wide")
+LOSSES = ("chunks", "over", "beside", "wide-over", "wide")
 
 # Numbers that a fit may change, with their ranges.
 FITTED: dict[str, tuple[float, float]] = {

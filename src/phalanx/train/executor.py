@@ -234,6 +234,7 @@ class Executor:
         # of experts, from a forward to its backward
         self.choices: dict[Key, Choices] = {}
         self.loss, self.count = number(0.0), number(1.0)
+        self.losses: dict[int, Tensor] = {}  # of microbatches, until their backward
         self.metrics = number(0.0).expand(len(self.measure.metrics)).clone()
         # all tokens, with or without a target: the divisor of routers' losses
         self.tokens = number(1.0)
@@ -531,7 +532,10 @@ class Executor:
         if own is not None and self.trains:
             self.choices[p, m] = Choices(own)
         if piece.last:
-            self._add_loss(out["x"])
+            if self.trains:  # its value may be there only after the backward
+                self.losses[m] = out["x"]
+            else:
+                self._add_loss(out["x"])
             if METRICS in out and self.local.groups.tp.rank == 0:
                 self.metrics += out[METRICS]
         # The head's output is the loss; others go to the next piece.
@@ -573,6 +577,8 @@ class Executor:
         into = (piece.backward if whole else piece.input_gradient)(
             m, gradients
         )
+        if piece.last:
+            self._add_loss(self.losses.pop(m))
         if not piece.first:
             self._pass_on(ops.BACKWARD, p, p - 1, m, into)
 

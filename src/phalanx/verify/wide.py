@@ -51,7 +51,6 @@ NARROW = {
     "models/decoder.py:_add_mlp": "add",
     "models/decoder.py:_attend": "add",
     "models/decoder.py:Embed.forward": "add mul",
-    "models/decoder.py:Head.logits": "div mul tanh",
     "models/decoder.py:MergingPart.forward": "add",
     "models/decoder.py:Mlp.forward": "gelu silu",
     "models/experts.py:ExpertProducts.on_sorted": "addmm mm",
@@ -67,7 +66,11 @@ NARROW = {
     "models/kernels.py:sink_gradients": "_to_copy neg",
     "models/lora.py:Lora.forward": "mul",
     "models/lora.py:LoraLinear.forward": "add",
+    # the last product, its soft cap, and their gradients
+    "models/loss.py:_logit_chunks": "div_ mm mul tanh_",
+    "models/loss.py:_send_back": "mm tanh_backward",
     "models/loss.py:_write_gradient": "copy_",
+    "models/loss.py:soft_cap": "div mul tanh",
     "models/mlp.py:Layer.forward": "gelu",
     "models/noise.py:Dropout.forward": "mul where",
     # in float16; its statistics have 32 bits
