@@ -275,7 +275,11 @@ def of_plain_head(
 @pytest.mark.parametrize("z", [0.0, 0.1])
 @pytest.mark.parametrize("tokens", [1, 7, 1000])
 def test_a_head_without_logits_has_the_loss_and_gradients_of_torch(
-    tokens: int, z: float, cap: float, each: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int,
+    z: float,
+    cap: float,
+    each: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sum of the losses, and the loss of each token, whose gradients differ."""
     monkeypatch.setattr(chunked, "CHUNK", {"cpu": tokens * WORDS})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.comm import Work
 from phalanx.models import loss
-from phalanx.parallel import Unit, count_valid, tensor
+from phalanx.parallel import Unit, count_valid
 from phalanx.parallel.pool import BufferPool
 from phalanx.parallel.works import ChainedWork
 from phalanx.program import Op

@@ -231,6 +231,7 @@ def _write_gradient(
     share = each
     if not terms.whole(into):
         assert sums.own is not None
+        assert sums.total is not None
         share = share * (sums.own - sums.total).exp()
     if terms.z:
         # d log(sum exp) is the softmax as well, so z-loss scales it
@@ -276,7 +277,9 @@ class _Chunk(NamedTuple):
     rows: slice
     x: Tensor  # (tokens, in)
     logits: Tensor  # (tokens, words)
-    turned: Tensor | None  # with a soft cap c: tanh(product / c), (tokens, words)
+    turned: (
+        Tensor | None
+    )  # with a soft cap c: tanh(product / c), (tokens, words)
 
 
 def _logit_chunks(x: Tensor, of: ChunkedLogits) -> Iterator[_Chunk]:

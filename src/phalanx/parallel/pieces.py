@@ -352,10 +352,11 @@ class Piece:
                 if isinstance(matmul, EightBits) and matmul.traits.experts:
                     child.product = partial(of_expert, matmul)
             if child is chunked:
-                child.__class__ = _Linear
-                unit, name = self.owners[chunked.weight]
-                chunked.weight_product = partial(
-                    _by_chunks, chunked.weight, unit, name
+                head: Any = child
+                head.__class__ = _Linear
+                unit, name = self.owners[head.weight]
+                head.weight_product = partial(
+                    _by_chunks, head.weight, unit, name
                 )
                 continue
             if child._parameters.get("weight") not in ours:
@@ -380,7 +381,7 @@ class Piece:
                     factor = _Factor(own.weight, unit, name, spec)
                     own.weight_product = self._product(factor)
 
-    def _chunked_output(self) -> Any:
+    def _chunked_output(self) -> nn.Module | None:
         """The output projection of a head whose loss makes the logits by chunks."""
         name = getattr(self.module, "by_chunks", "")
         if not name or self.first or self.compiled:

@@ -234,7 +234,9 @@ class Executor:
         # of experts, from a forward to its backward
         self.choices: dict[Key, Choices] = {}
         self.loss, self.count = number(0.0), number(1.0)
-        self.losses: dict[int, Tensor] = {}  # of microbatches, until their backward
+        self.losses: dict[
+            int, Tensor
+        ] = {}  # of microbatches, until their backward
         self.metrics = number(0.0).expand(len(self.measure.metrics)).clone()
         # all tokens, with or without a target: the divisor of routers' losses
         self.tokens = number(1.0)
