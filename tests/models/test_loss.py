@@ -266,7 +266,8 @@ def of_plain_head(
         losses = losses.sum()
         shares = torch.tensor(0.3, dtype=losses.dtype)
     losses.backward(shares)
-    assert x.grad is not None and weight.grad is not None
+    assert x.grad is not None
+    assert weight.grad is not None
     return losses.detach(), x.grad, weight.grad
 
 
