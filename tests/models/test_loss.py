@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -12,14 +13,26 @@ from torch.nn import functional as F
 from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.cost import Live
+from phalanx.cost.pieces import piece_costs
 from phalanx.cost.scales import Scales
+from phalanx.layout import Layout, Shape
 from phalanx.layout.rules import Cut
 from phalanx.models import loss as chunked
 from phalanx.models import token_loss
+from phalanx.models.decoder import Head
 from phalanx.models.loss import EVERY_WORD, ChunkedLogits, Words, soft_cap
-from phalanx.parallel import VocabularyCrossEntropy
+from phalanx.parallel import VocabularyCrossEntropy, build_model
 from phalanx.parallel.tensor import words_of
-from phalanx.plan.corrections import LOSSES
+from phalanx.plan.corrections import (
+    LOGITS_CHUNK,
+    LOSSES,
+    PieceWork,
+    Software,
+    Tokens,
+    makes_loss,
+)
+from phalanx.plan.profile import SoftwareProfile
+from phalanx.program import PieceCost
 
 WORDS = 37
 
@@ -354,3 +367,34 @@ def test_a_loss_that_needs_no_gradient_has_its_value_at_once() -> None:
     loss = token_loss(logits, targets)
     due = F.cross_entropy(x @ weight.mT, targets, reduction="sum")
     torch.testing.assert_close(loss.detach(), due, rtol=1e-13, atol=0.0)
+
+
+def test_a_price_takes_the_chunk_that_a_gpu_has() -> None:
+    assert chunked.LARGE_CHUNK == LOGITS_CHUNK
+
+
+def test_a_price_of_whole_logits_is_the_cost_of_a_head_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = replace(Shape.load("8b"), layers=1)
+    layout, tokens = Layout.parse("bf16"), 8192
+
+    def cost() -> PieceCost:
+        model = build_model(shape)
+        return piece_costs(model, layout, 1, sequence=tokens)[-1]
+
+    ours = cost()
+    monkeypatch.setattr(Head, "by_chunks", "")
+    due = cost()
+    software = Software(SoftwareProfile(loss="over"), layout)
+    of = Tokens(shape, float(tokens), layout)
+    came = makes_loss(PieceWork(ours), software, of).cost
+    assert due.kept - ours.kept > 2e9
+    assert came.kept == pytest.approx(due.kept, rel=0.01)
+    assert came.temporary == pytest.approx(due.temporary, rel=0.1)
+    for mine, theirs in (
+        (came.forward, due.forward),
+        (came.input_gradient, due.input_gradient),
+    ):
+        assert mine.flops == theirs.flops
+        assert mine.moved == pytest.approx(theirs.moved, rel=0.02)

@@ -10,11 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-# Elements in a chunk of logits that are made and freed at once on a GPU: 2,048 tokens
-# over 128k words. Each chunk reads and writes the weight's whole gradient, so it has
-# enough tokens to hide that.
-LOGITS_CHUNK = 1 << 28
-
 
 class ScheduleTraits(NamedTuple):
     """Traits of a schedule; its order of operations is in program/schedules.py."""

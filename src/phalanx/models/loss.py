@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layout.choices import LOGITS_CHUNK
-
 IGNORED = -100  # targets with this value add nothing to the loss
 
 # Elements in a tile, by device: a float32 copy fits in a CPU's cache, or keeps a GPU
 # busy.
 NUMBERS, LARGE = {"cpu": 1 << 20}, 1 << 25
 
-# Elements in a chunk of logits, likewise.
-CHUNK = {"cpu": 1 << 24}
+# Elements in a chunk of logits, likewise; on a GPU 2,048 tokens over 128k words. Each
+# chunk reads and writes the weight's whole gradient, so it has enough tokens to hide
+# that.
+CHUNK, LARGE_CHUNK = {"cpu": 1 << 24}, 1 << 28
 
 Agree = Callable[[Tensor, str], object]
 
@@ -185,6 +185,7 @@ def _shared_sums(logits: Tensor, targets: Tensor, terms: _Terms) -> _TokenSums:
     own = torch.full_like(chosen, -math.inf)
     if width:
         logit = logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)
+        # Only the rank that holds the target's column has its logit.
         chosen.copy_(logit).mul_(mine)
         for rows, _, x, room in _tiles(logits, width):
             torch.log_softmax(x, -1, out=room)
@@ -240,6 +241,7 @@ def _write_gradient(
     target = -each * mine
     if width < into.shape[1]:
         into[:, width:] = 0.0
+    # d loss / d logits = share * softmax + target * one_hot(at)
     for rows, x, wide, room in _tiles(into, width) if width else ():
         torch.softmax(wide, -1, out=room)
         torch.mul(room, share[rows].unsqueeze(-1), out=wide)
@@ -289,7 +291,7 @@ def _logit_chunks(x: Tensor, of: ChunkedLogits) -> Iterator[_Chunk]:
     """
     weight = of.weight.detach()
     words, tokens = weight.shape[0], x.shape[0]
-    numbers = CHUNK.get(x.device.type, LOGITS_CHUNK)
+    numbers = CHUNK.get(x.device.type, LARGE_CHUNK)
     count = max(1, min(tokens, numbers // max(1, words)))
     room = x.new_empty(count, words)
     spare = torch.empty_like(room) if of.cap else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..layout import Layout, Shape
-from ..layout.choices import DTYPES, LOGITS_CHUNK
+from ..layout.choices import DTYPES
 from ..program import Load, MessageLoad, PieceCost
 from .case import Case
 from .profile import SoftwareProfile
@@ -36,6 +36,7 @@ class LossBytes(NamedTuple):
 # A float32 softmax is made from a float32 copy while the logits still exist
 # ("wide-over"), or its gradient is made next to it ("wide").
 CHUNKS = "chunks"  # as our head costs: the logits never exist as a whole
+LOGITS_CHUNK = 1 << 28  # logits that our head makes at once on a GPU
 LOSSES = {
     "over": LossBytes(0.0, 0.0, 14.0, 28.0),
     "beside": LossBytes(0.0, 2.0, 2.0, 4.0),
