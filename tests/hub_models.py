@@ -132,6 +132,16 @@ def theirs(name: str, **more: Any) -> Any:
     return model
 
 
+def adapter_name(name: str) -> str:
+    """Our name of a peft adapter's weight in a model of llama's kind."""
+    _, *_, layer, _, module, which, _, _ = name.split(".")
+    ours = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
+    own = ours.get(module, module.removesuffix("_proj"))
+    part = "attn" if own[0] == "w" else "mlp"
+    factor = which[-1].lower()
+    return f"layers.{layer}.{part}.{own}.lora.{factor}.weight"
+
+
 def biases(model: Any) -> dict[str, Tensor]:
     """Return the buffers that are added to experts' scores for routing only."""
     return {

@@ -14,19 +14,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import phalanx
-from hub_models import in_float64, saved, theirs, widened
+from hub_models import adapter_name, in_float64, saved, theirs, widened
 from phalanx.cli import main
 from phalanx.layout.run import Run
+from phalanx.parallel import build_model
+from phalanx.parallel import start as drawn
+from phalanx.parallel.model import is_lora
 from phalanx.train.data.batches import Batches
 from phalanx.train.data.token_files import open_corpus
 from phalanx.train.rank import batches_of
 
 BETA, RATE, STEPS = 0.3, 0.5, 3
 Pair = dict[str, str]
+COMPILED = pytest.param("dp2 tp2 compile", marks=pytest.mark.slow)
 LAYOUTS = (
     "", "dp2 zero3", "dp2 zero1 accum:2", "tp2", "tp2 seq", "pp2 1f1b:2", "cp2", "cp2:ring",
     "dp2 cp2:ulysses zero2", "dp2 tp2 zero3", "pp2 tp2 zb-h1:3", "pp2 1f1b:3 recompute:all",
-    "dp2x2 zero3",
+    "dp2x2 zero3", COMPILED,
 )  # fmt: skip
 
 
@@ -109,31 +113,34 @@ def taken(start: Path) -> Iterator[list[Pair]]:
         yield [pairs()[int(number)] for number in numbers]
 
 
+def trained_by_formula(
+    start: Path, model: Any
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of the formula and SGD."""
+    with torch.no_grad():
+        reference = {str(pair): float(margin(model, pair)) for pair in pairs()}
+    losses, norms = [], []
+    weights = [x for x in model.parameters() if x.requires_grad]
+    optimizer = torch.optim.SGD(weights, RATE)
+    for batch in taken(start):
+        optimizer.zero_grad()
+        gains = [margin(model, pair) - reference[str(pair)] for pair in batch]
+        loss = -F.logsigmoid(BETA * torch.stack(gains)).mean()
+        loss.backward()
+        gradients = [x.grad.flatten() for x in weights]
+        norms.append(float(torch.cat(gradients).norm()))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, norms
+
+
 @pytest.fixture(scope="module")
 def plain(start: Path) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, gradient norms and the last weights of the formula and SGD."""
     narrow = theirs("llama", vocab_size=256)
     with widened():
         model = in_float64(narrow)
-        with torch.no_grad():
-            reference = {
-                str(pair): float(margin(model, pair)) for pair in pairs()
-            }
-        losses, norms = [], []
-        optimizer = torch.optim.SGD(model.parameters(), RATE)
-        for batch in taken(start):
-            optimizer.zero_grad()
-            gains = [
-                margin(model, pair) - reference[str(pair)] for pair in batch
-            ]
-            loss = -F.logsigmoid(BETA * torch.stack(gains)).mean()
-            loss.backward()
-            weights = [x.grad for x in model.parameters()]
-            norms.append(
-                float(torch.cat([x.flatten() for x in weights]).norm())
-            )
-            losses.append(float(loss.detach()))
-            optimizer.step()
+        losses, norms = trained_by_formula(start, model)
     return losses, norms, model.state_dict()
 
 
@@ -203,6 +210,40 @@ def test_adapters_have_the_losses_of_one_process_in_every_layout(
     for one, other in zip(alone, split, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-9)
         assert other["norm"] == pytest.approx(one["norm"], rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["", "dp2 tp2 zero2"])
+def test_adapters_are_trained_as_peft_and_the_formula_train_them(
+    layout: str, start: Path, tmp_path: Path
+) -> None:
+    """peft's model, with the adapters that the run starts with."""
+    import peft
+
+    adapters = ["lora.r=4", "lora.alpha=8"]
+    steps = steps_of(trained(start, tmp_path / "run", layout, *adapters))
+    run = Run.load("", (f"model=hf:{start}/hub", *adapters))
+    ours = build_model(run.shape)
+    projections = ["q", "k", "v", "o", "gate", "up", "down"]
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=[f"{x}_proj" for x in projections]
+    )
+    adapters_at_start = {
+        name: drawn(ours, name, run.seed)
+        for name in ours.weights
+        if is_lora(name)
+    }
+    narrow = theirs("llama", vocab_size=256)
+    with widened():
+        wide = in_float64(narrow)
+        model = peft.get_peft_model(wide, config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.requires_grad:
+                    weight.copy_(adapters_at_start[adapter_name(name)])
+        losses, norms = trained_by_formula(start, model)
+    assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-9)
+    assert [step["norm"] for step in steps] == pytest.approx(norms, rel=1e-9)
+    assert losses[2] < losses[0]
 
 
 def test_a_run_continues_with_the_reference_of_its_first_start(

@@ -13,7 +13,7 @@ from checkpoint_worlds import hash_tensors
 from loop_worlds import small, trained
 from torch import Tensor, nn
 
-from hub_models import VOCAB, saved, theirs, widened
+from hub_models import VOCAB, adapter_name, saved, theirs, widened
 from phalanx.comm import launch
 from phalanx.layout.run import Run, RunError
 from phalanx.parallel import build_model, start
@@ -105,14 +105,9 @@ def their_steps(
         )
         wide = peft.get_peft_model(wide, config)
         weights = {n: p for n, p in wide.named_parameters() if p.requires_grad}
-        ours = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
         with torch.no_grad():
             for name, weight in weights.items():
-                _, *_, layer, _, module, which, _, _ = name.split(".")
-                own = ours.get(module, module.removesuffix("_proj"))
-                part = "attn" if own[0] == "w" else "mlp"
-                path = f"layers.{layer}.{part}.{own}.lora.{which[-1].lower()}.weight"
-                weight.copy_(starts[path])
+                weight.copy_(starts[adapter_name(name)])
         update = torch.optim.AdamW(
             weights.values(),
             lr=o.lr,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,9 +109,6 @@ def _preference(run: Run) -> Iterator[Mistake]:
     if run.verify:
         what = f"verify = true with loss = {run.loss!r}, which verify does not know"
         yield Mistake("verify", what, "Leave it out")
-    if "compile" in re.split("[ ,]+", run.layout):
-        what = f"layout = {run.layout!r} compiles, and loss = {run.loss!r} is not compiled"
-        yield Mistake("layout", what, "Leave compile out")
 
 
 def _layout(run: Run, shape: Shape | None) -> Iterator[Mistake]:

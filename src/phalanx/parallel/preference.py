@@ -146,6 +146,7 @@ class PreferenceLoss(nn.Module):
 class PreferenceHead(Head):
     """A decoder's head with the loss of pairs."""
 
+    uncompiled = True  # how many losses count depends on the values of a batch
     loss: PreferenceLoss  # type: ignore[assignment]
 
     def forward(  # type: ignore[override]
