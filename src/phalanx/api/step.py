@@ -103,6 +103,8 @@ class StepProgram:
         `memory`: show memory over time, as a page and a trace do; in pieces, as bytes
         are unknown here.
         """
+        # Raises if the program is wrong, and counts what each stage holds at
+        # most.
         proof = check(self.program)
         timeline = self.timeline(
             steps, Sizes.counts(self.program.pieces) if memory else None
@@ -133,6 +135,8 @@ def simulate(
 
     The keywords are those of `draw`.
     """
+    # With hardware named, operations take the planner's seconds; without,
+    # those of `costs`.
     if terms.get("cluster") and _names_step(what, model):
         return _priced(_step_asked(what, model, terms), terms).timeline
     return step_of(what, model, terms).timeline(terms.get("repeat") or 1)
@@ -184,6 +188,7 @@ def draw(
     kind, _, name = (
         str(what).partition(" ") if isinstance(what, str) else ("", "", "")
     )
+    # A mesh and a recorded step are drawn without a program.
     if kind == "mesh":
         return MeshPicture.parse(name)
     if kind == "run":
@@ -206,6 +211,7 @@ def step_of(
     terms: StepTerms,
 ) -> StepProgram:
     known = StepTerms.__annotations__
+    # A mapping may come from a program, with any keys.
     if unknown := ", ".join(sorted(set(terms) - set(known))):
         raise UsageError(
             f"{unknown} is not a valid option for this command; use {', '.join(known)}."
@@ -213,6 +219,8 @@ def step_of(
     name = str(what)
     of_file = isinstance(what, str) and name.split()[:1] == ["program"]
     if of_file or isinstance(what, Program):
+        # A program fixes its order and its units; only the price of operations
+        # is left to choose.
         not_its = (
             *OF_A_SCHEDULE,
             "batch",
@@ -241,6 +249,7 @@ def step_of(
         return _of_run_step(_step_asked(what, model, terms), terms)
     if given := _given(terms, ("cluster", "optimizer")):
         raise UsageError(f"{given} needs a layout of a model: add --model.")
+    # A layout by itself has no pieces to draw.
     if isinstance(what, Layout) or (
         name not in SCHEDULES and _is_layout(name)
     ):
@@ -255,8 +264,12 @@ def _is_layout(text: str) -> bool:
     """True if a text that is no schedule's name reads as a layout. A word of another library, such
     as fsdp8, is refused with our spelling."""
     try:
+        # A single word that parses as a layout, such as "dp2"; "file.py:name"
+        # is a schedule.
         return not names_source(Layout.parse(text).schedule)
     except LayoutError as wrong:
+        # Several words, or a spelling that our message corrects: the layout's
+        # own error is the better one.
         if " " in text or ". Write " in str(wrong):
             raise
         return False
@@ -290,6 +303,7 @@ def _of_schedule(name: str, terms: StepTerms) -> StepProgram:
     layers = pieces[-1].stop
     costs = Costs(
         costs_of(terms.get("costs"), split=layout.splits_backward),
+        # Layers cost the same, and a stage as much as with one layer: 1.
         share=dict.fromkeys(range(layers), stages / layers),
     )
     title = (
@@ -344,6 +358,7 @@ def _step_asked(
         raise UsageError(
             f"{given} is part of the layout; write it there, as in 'dp2 pp2 zero3 1f1b:4'."
         )
+    # 0 and "" stand for the run's or the model's own values.
     batch, sequence = terms.get("batch", 0), terms.get("seq", 0)
     optimizer = terms.get("optimizer", "")
     if (run := run_named(what, model)) is not None:
@@ -357,6 +372,8 @@ def _step_asked(
             batch=batch,
             sequence=sequence,
         )
+    # Both are refused before anything is drawn: first what no layout allows,
+    # then what this module forbids.
     refuse_illegal(
         step.layout, step.shape, batch=step.batch, sequence=step.sequence
     )
@@ -367,6 +384,8 @@ def _step_asked(
 def _priced(step: RunStep, terms: StepTerms) -> Picture:
     """Return the step of a layout with planned times in seconds; one rank stands for
     equal ones."""
+    # A price in seconds comes from the planner, which knows neither unit costs
+    # nor limits.
     if given := _given(terms, ("costs", "memory_limit", "clip")):
         raise UsageError(
             f"{given} cannot be combined with --cluster, which prices the step itself."
@@ -381,6 +400,7 @@ def _priced(step: RunStep, terms: StepTerms) -> Picture:
         model=step.model,
         muon=step.muon,
     )
+    # As `plan` does: an unnamed precision is that of the device.
     if not step.has_precision:
         layout = replace(layout, precision=request.precision)
     pricer = Pricer(replace(request, precision=layout.precision))
@@ -394,6 +414,7 @@ def _given(terms: StepTerms, names: Iterable[str]) -> str:
     """Return the first of these options that was given, as spelled on the command
     line."""
     given = [
+        # False is the default of a switch, and 0 a value that was given.
         n
         for n in names
         if (value := terms.get(n)) is not None and value is not False
@@ -404,6 +425,7 @@ def _given(terms: StepTerms, names: Iterable[str]) -> str:
 def _of_program(title: str, program: Program, terms: StepTerms) -> StepProgram:
     check(program)
     stages = program.mesh.of("pp")
+    # A program with separate gradients costs each 1, and any other backward 2.
     gradients = (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
     split = any(op.kind in gradients for row in program.rows for op in row)
     share = dict.fromkeys(
@@ -425,7 +447,10 @@ def costs_of(
             return dict.fromkeys(
                 (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT), 1.0
             )
+        # The backward of a matmul has two products of the size of the
+        # forward's.
         return {ops.FORWARD: 1.0, ops.BACKWARD: 2.0}
+    # A drop takes no time, and both ends of a message share the name "send".
     kinds = (
         *(kind for kind in KINDS if kind not in (ops.DROP, *ops.MESSAGES)),
         "send",
@@ -453,6 +478,7 @@ def costs_of(
             raise UsageError(
                 f"--costs: {value!r} in {word.strip()!r} is not a number."
             ) from None
+        # This comparison is false for NaN, too.
         if not 0 <= costs[kind] < float("inf"):
             raise UsageError(
                 f"--costs: {word.strip()!r}; a time is 0 or more, and finite."
@@ -489,12 +515,14 @@ def _built(
     count = len(pieces)
     options = replace(
         options,
+        # In pieces: each counts 1 for kept activations and 0 for its input.
         sizes=Sizes(kept=(1.0,) * count, input=(0.0,) * count)
         if fitting
         else None,
         limit=float("inf") if limit is None else limit,
         held=None if limit is None else (limit,) * layout.pp,
     )
+    # Only over several steps is there a next step that the norm could delay.
     compared = options.agree and (terms.get("repeat") or 1) > 1
     free = (
         build(layout, pieces, replace(options, agree=False))
@@ -512,6 +540,7 @@ def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
         raise UsageError(
             f"--layers {layers} cannot fill {stages} stages; use {stages} or more."
         )
+    # 5 layers on 4 stages: ceil(5 i / 4) = 0, 2, 3, 4, 5.
     ends = [-(-layers * i // stages) for i in range(stages + 1)]
     return tuple(range(a, b) for a, b in pairwise(ends))
 
@@ -532,6 +561,7 @@ def _barrier(
     if step.free is None or steps == 1:
         return ()
     free = simulated(repeat(step.free, steps), step.costs).makespan
+    # A tie but for rounding.
     if free >= timeline.makespan - 1e-9:
         return ()
     return (

@@ -31,10 +31,13 @@ def train(
     from ..verify.first import refuse_unverified
     from .verify import subject_of
 
+    # All ranks learn of a refusal before anybody joins a group.
     with agreement(world):
         chosen = (
             Layout.parse(layout) if layout else layout_for(run, world.size)
         )
+        # Only a model of the user's own is tried, and not with a loss such as
+        # DPO.
         tried = run.own and run.verify_own and not run.loss
         if tried and not world.rank:
             refuse_unverified(subject_of(run), chosen)

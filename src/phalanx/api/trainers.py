@@ -39,6 +39,7 @@ def trainer_file(request: Request, layout: Layout) -> Written:
         )
     shape = request.shape
     node = request.hardware.node
+    # Up to 72 devices of a node, as in an NVL72 rack; otherwise the usual 8.
     per_node = node if 1 < node <= 72 else 8
     job = Job(layout, shape, request.batch, request.sequence, per_node)
     return written(job, trainer_named(request.trainer))
@@ -95,6 +96,7 @@ class CheckedFile:
         """True if the layout fits on a device of the cluster, or if there is no cluster."""
         if self.choice is None or self.request is None:
             return not self.impossible
+        # As `phalanx check` judges: by the lower end of the range.
         return (
             self.choice.range(self.request.profile)[0]
             <= self.request.hardware.memory
@@ -120,6 +122,7 @@ class CheckedFile:
         request, choice = self.request, self.choice
         found |= {"batch": request.batch, "sequence": request.sequence}
         found |= {"profile": request.profile.name, "fits": self.fits}
+        # Without a cluster only the memory is known, and the step is 0.
         if not choice.step:
             held = {kind: size / 1e9 for kind, size in choice.memory.items()}
             least, most = choice.range(request.profile)
@@ -203,6 +206,7 @@ def _list(title: str, lines: Iterator[str] | Sequence[str]) -> Iterator[str]:
         yield title
         for line in every:
             first, *rest = wrapped(line, 78)
+            # Two characters are taken by "- ".
             yield f"- {first}"
             yield from (f"  {more}" for more in rest)
 
@@ -235,15 +239,18 @@ def check_file(
         if model
         else None
     )
+    # The cluster's size stands for what the file leaves to its launcher.
     if cluster and not ranks and cluster != "this":
         ranks = where(cluster, None).hardware.ranks
     given = Given(ranks, batch, sequence, microbatches, shape)
     reading = read_trainer_file(path, trainer, given)
     job = reading.job
+    # Nothing can be checked against a model that the file does not define.
     if job.shape is None:
         return CheckedFile(path, reading)
     sizes = {"batch": job.batch or job.shape.batch}
     sizes |= {"sequence": job.sequence or job.shape.sequence}
+    # Faults are named by the trainer's own options, which the user can change.
     impossible = tuple(
         Fault(
             reading.trainer.key(_quantity(each.rule)),
@@ -255,6 +262,7 @@ def check_file(
     if impossible:
         return CheckedFile(path, reading, impossible=impossible)
     request = _request(reading, cluster, **sizes)
+    # Memory alone; a step needs a device's rates.
     if not cluster:
         return CheckedFile(path, reading, request, held(request, job.layout))
     (choice,) = judge(request, [job.layout])
@@ -269,6 +277,7 @@ def _plain(way_out: str) -> str:
 
 def _quantity(rule: str) -> str:
     """Return the quantity whose option a rule about layouts refers to."""
+    # Rules about numbers of heads or layers concern the size of an axis.
     known = {"ffn": "tp", "heads": "tp", "kv_heads": "tp", "stages": "pp"}
     return known.get(rule, rule)
 
@@ -278,6 +287,7 @@ def _request(
 ) -> Request:
     layout, trainer = reading.job.layout, reading.trainer
     assert reading.job.shape is not None
+    # A compiled run has another software profile, if one is known.
     compiled = trainer.compiled if layout.compile else ""
     request = request_for(
         reading.job.shape,
@@ -288,6 +298,7 @@ def _request(
         profile=compiled or trainer.profile,
     )
     named = "" if cluster == "this" else cluster
+    # Only layouts that this trainer can run count as faster ones.
     return replace(
         request, cluster=named, without=trainer.without, trainer=trainer.name
     )
@@ -303,5 +314,6 @@ def _hardware(layout: Layout, cluster: str) -> Hardware:
 
 def _faster(request: Request, choice: Choice) -> tuple[Choice, ...]:
     """Return layouts of the same trainer that are faster by more than the noise."""
+    # The search returns the advised layouts, best first.
     found = search(request, top=_FASTER).layouts
     return tuple(each for each in found if each.step < _ALIKE * choice.step)

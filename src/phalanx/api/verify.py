@@ -108,6 +108,7 @@ class Verified:
 
 def verdict_text(verdict: Verdict) -> str:
     layout = verdict.layout or "one process"
+    # A layout whose limit cannot be met is neither right nor wrong.
     if verdict.cannot_fit:
         return f"none cannot fit  {layout}\n     {verdict.first_difference}"
     mark = "ok  " if verdict.passed else "FAIL"
@@ -152,10 +153,12 @@ def verify(
     """
     shape, make = (
         own_model(model, describe)
+        # A class or a function; a Shape is not callable.
         if callable(model)
         else model_to_verify(model)
     )
     backend = terms.get("backend", THREADS)
+    # A process cannot import what a notebook defines.
     if callable(model) and backend != THREADS:
         raise UsageError(
             f"ranks of {backend} are processes, which would have to import the model. Use threads, or"
@@ -165,6 +168,7 @@ def verify(
         chosen = layouts_to_verify(
             layouts, shape, make, ranks=ranks, cover=cover, dtype=dtype
         )
+    # One text for both forms, so that both are checked alike.
     else:
         text = ";".join(map(str, layouts))
         chosen = layouts_to_verify(text, shape, make, dtype=dtype)
@@ -187,10 +191,14 @@ def compared(
     half-way.
     """
     from ..layout.host import available_memory
+
+    # Imported here: `verify` loads torch, which takes seconds.
     from ..verify.memory import GIB, needed
     from ..verify.verify import verify as verdicts
 
     if layouts:
+        # Counted from the model itself, whose description need not match its
+        # shape.
         parameters = (
             sum(weight.numel() for weight in make().weights.values())
             if make
@@ -205,6 +213,7 @@ def compared(
             processes=terms.get("backend", THREADS) != THREADS,
             builtin=make is None,
         )
+        # The free memory of the host, or what the user allows.
         limit = available_memory() if memory is None else memory * GIB
         if need.total > limit:
             where = (
@@ -216,6 +225,7 @@ def compared(
                 " ranks or --steps, or --memory GIB if you know better."
             )
     found = []
+    # Lazily: a verdict is shown as soon as it is there.
     for verdict in verdicts(shape, layouts, dtype=dtype, make=make, **terms):
         show(verdict)
         found.append(verdict)
@@ -268,6 +278,7 @@ def verify_run(
     from ..train.program import shape_of
 
     shape = shape_of(run)
+    # `auto` is decided at the start of the run, from its devices.
     layout = run.layout_of(shape)
     if layout is None:
         raise UsageError(
@@ -280,9 +291,11 @@ def verify_run(
     from ..verify.run_trial import verify_run as verdicts
 
     found = []
+    # Checkpoints, data and journals of the trial are deleted with the folder.
     with TemporaryDirectory() as out:
         trial = run_trial(run, shape, layout, out)
         refuse_own(trial.layout)
+        # A user's model keeps its sizes, so its trial may be too large.
         if run.own:
             _refuse_large(run, trial)
         for verdict in verdicts(trial, late_worlds if on_cpu else None):
@@ -314,6 +327,8 @@ def _refuse_large(run: Run, trial: RunTrial) -> None:
     from ..train.program import maker_of, shape_of
     from ..verify.memory import GIB, needed
 
+    # The trial's run, which has fewer steps and smaller batches than the run
+    # itself.
     small = trial.run
     parameters = sum(
         weight.numel() for weight in maker_of(small)().weights.values()
@@ -329,6 +344,8 @@ def _refuse_large(run: Run, trial: RunTrial) -> None:
     )
     if need.total > (limit := available_memory()):
         smaller = "one of the same file: a function that returns it, such as model=FILE.py:small"
+        # A model of transformers is made smaller by its configuration, another
+        # by its own arguments.
         if run.own.startswith(HUB):
             smaller = "model: a folder whose config.json has fewer and narrower layers"
         raise UsageError(
@@ -341,6 +358,7 @@ def own_model(
     kind: Callable[[], object], describe: Callable[[Any], object] | None
 ) -> tuple[Shape, Maker]:
     """Return the shape of a user's class, and a function that makes a model of it."""
+    # `describe` of the module in which the class is defined.
     describe = describe or getattr(
         sys.modules[kind.__module__], "describe", None
     )
@@ -360,6 +378,7 @@ def model_to_verify(name: str | Shape) -> tuple[Shape, Maker | None]:
     accept."""
     if isinstance(name, Shape):
         return name, None
+    # Shapes for comparisons have precedence over models of the same name.
     if known := (SHAPES | LARGER).get(name):
         return known, None
     file = name.endswith(".toml") or name.startswith(HUB) or names_source(name)
@@ -385,7 +404,10 @@ def layouts_to_verify(
     """Return the named layouts, all legal ones up to `ranks` ranks, or a subset that
     covers all pairs of choices."""
     if text is None:
+        # With `cover`, each layout has one more option, in turn.
         every = every_layout(shape, ranks, axes=axes, besides=bool(cover))
+        # A user's model may be wrong in some layouts, which are left out here
+        # rather than refused.
         if make:
             from ..parallel import fitting
 
@@ -393,6 +415,7 @@ def layouts_to_verify(
         return covering(every, cover) if cover else every
     named = Layout.parse_many(text)
     most = max((layout.ranks for layout in named), default=1)
+    # Ranks are threads or processes of this machine.
     if most > LOCAL_RANKS:
         raise UsageError(
             f"--layouts: one has {most:,} ranks; one machine starts 1 to {LOCAL_RANKS}."
@@ -401,8 +424,11 @@ def layouts_to_verify(
         reasons for layout in named if (reasons := misfit(layout, shape))
     ]:
         raise LayoutError("\n".join(wrong))
+    # A schedule of the user's own is run and proved before any rank starts.
     for layout in named:
         refuse_own(layout)
+    # Only in float64 are layouts themselves set to float64; in others their
+    # words stay.
     if COMPARED[dtype] != FP64:
         return tuple(named)
     return tuple(replace(layout, precision=FP64) for layout in named)

@@ -27,6 +27,7 @@ def _record(argv: list[str]) -> int:
     from torch_audit.command import record_all, split_words
     from torch_audit.start import Settings
 
+    # Split first, as the program's own options would confuse our parser.
     words, program = split_words(argv)
     parser = Parser(_record.__doc__)
     parser.add(
@@ -50,6 +51,7 @@ def _record(argv: list[str]) -> int:
     recorded = record_all(
         settings, program, one=args.one, perturb=args.perturb
     )
+    # Without --json everything has been said while the program ran.
     if args.json:
         result(args, recorded.figures, "")
     return recorded.code

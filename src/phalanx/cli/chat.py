@@ -33,6 +33,7 @@ def run(argv: list[str]) -> int:
     from ..train.text import continued, open_generator, vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
+    # Bytes have no template to mark who speaks.
     if isinstance(vocabulary, Bytes):
         raise UsageError(
             "a chat needs a tokenizer with a chat template: --tokenizer FOLDER. Without one, use"
@@ -43,18 +44,23 @@ def run(argv: list[str]) -> int:
     messages = (
         [{"role": "system", "content": args.system}] if args.system else []
     )
+    # No prompt is shown if the messages come from a file or a pipe.
     asks = sys.stdin.isatty()
     while True:
         if asks:
             say(_PROMPT, end="", flush=True)
         line = sys.stdin.readline()
+        # An empty text is the end of the input; an empty line has a newline.
         if not line:
             break
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.strip()})
+        # The whole conversation each time, as a template may write earlier
+        # messages in another way.
         prompt = vocabulary.chat_prompt(messages)
         answer = ""
+        # Another seed for each answer.
         sampling = sampling_of(args, len(messages))
         for piece in continued(
             generator, vocabulary, prompt, args.tokens, sampling
@@ -63,6 +69,7 @@ def run(argv: list[str]) -> int:
             answer += piece
         say()
         messages.append({"role": "assistant", "content": answer})
+    # Ends the line on which Ctrl-D was pressed.
     if asks:
         say()
     return 0

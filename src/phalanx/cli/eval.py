@@ -71,6 +71,7 @@ def run(argv: list[str]) -> int:
         help="with --tasks: number of examples in the prompt",
     )
     args = parser.read(argv)
+    # Options that would have no effect are refused rather than ignored.
     if args.tasks and (args.data or args.field):
         raise UsageError(
             "--tasks has its own text: leave --data and --field out."
@@ -93,6 +94,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
     from ..train.text import model_of, run_of, vocabulary_if_known
 
     hub = source.startswith(HUB)
+    # A folder of Hugging Face has no run: its defaults stand for one.
     run = Run() if hub else run_of(source)
     if hub and not args.data:
         raise UsageError(
@@ -100,6 +102,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
         )
     paths = [args.data] if args.data else [path for path, _ in run.sources]
     vocabulary = vocabulary_if_known(source, args.tokenizer)
+    # Text is tokenized into temporary files, which the stack removes.
     with ExitStack() as stack:
         named = {"field": args.field} if args.field else {}
         corpora = tuple(
@@ -108,10 +111,13 @@ def _text(args: argparse.Namespace, source: str) -> int:
             )
             for path in paths
         )
+        # Loaded after the data, so that a mistake there costs no time.
         model, weights = model_of(source, args.model)
         shape = model.shape
         assert shape is not None  # set for every decoder read from a file
         length = args.sequence or run.sequence
+        # A model's own maximum, such as 128 Ki, would make windows of hundreds
+        # of pages.
         length = length or (
             min(shape.sequence, _SEQUENCE) if hub else shape.sequence
         )
@@ -123,6 +129,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
         batches = evaluation_batches(run, corpora, shape.vocab, length)
         reader = Evaluator(model, weights)
         del weights  # the model holds them now
+        # On standard error, so that the output can be piped.
         bar = Progress(console=Console(stderr=True), transient=True)
         with bar:
             task = bar.add_task("batches", total=None)
@@ -142,6 +149,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
         "perplexity": found.perplexity,
         "bits_per_byte": found.bits_per_byte,
     }
+    # None if the size of the text in bytes is unknown, as of chats.
     bits = found.bits_per_byte
     rows = [
         ("loss", f"{found.loss:.4f}", "nats per token"),
@@ -163,6 +171,7 @@ def _part_of(args: argparse.Namespace, paths: list[str]) -> str:
 
     from ..train.data.token_files import has_tokens
 
+    # Only prepared data has parts; a file of text is evaluated whole.
     in_parts = any(path == PYTHON or has_tokens(Path(path)) for path in paths)
     parts = {"validation": "what is held out", "train": "what is trained on"}
     return parts[args.split] if in_parts else "all of it"

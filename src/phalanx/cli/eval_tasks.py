@@ -35,16 +35,20 @@ def task_scores(
     longest: int = 0,
 ) -> Scores:
     """Return the scores of a model on lm-eval tasks."""
+    # By name, as lm-eval is not a dependency.
     try:
         lm_eval: Any = importlib.import_module("lm_eval")
         base: Any = importlib.import_module("lm_eval.api.model").TemplateLM
         manager: Any = importlib.import_module("lm_eval.tasks").TaskManager()
     except ModuleNotFoundError as error:
+        # A module that lm-eval itself lacks is another problem.
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
         raise UsageError(
             "--tasks needs lm-eval, which is not installed: pip install lm_eval"
         ) from None
+    # Before the model runs: a mistyped name would otherwise end in a traceback
+    # of the harness.
     if unknown := sorted({*tasks} - {*manager.all_tasks}):
         raise UsageError(
             f"lm-eval knows no task {unknown[0]!r}. `lm_eval --tasks list` prints all."
@@ -64,6 +68,7 @@ def task_scores(
 def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numeric scores of a task."""
     return {
+        # "acc,none" -> "acc": the part after the comma names a filter.
         name.removesuffix(",none"): value
         for name, value in scores.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
@@ -100,6 +105,7 @@ def model_class(base: Any) -> Any:
         ) -> None:
             super().__init__()
             self.generator, self.vocabulary = generator, vocabulary
+            # The user's length, the model's, or a common one.
             self.longest = longest or generator.longest or LONGEST
 
         @property
@@ -127,7 +133,10 @@ def model_class(base: Any) -> Any:
         ) -> tuple[float, bool]:
             """Return the log-probability of a continuation, and whether greedy decoding
             yields it."""
+            # One token more than a window, as the last is only predicted. The
+            # beginning is cut.
             tokens = (prompt + rest)[-(self.longest + 1) :]
+            # At least one token must be left as a prompt.
             count = min(len(rest), len(tokens) - 1)
             chances = self.generator.log_probabilities(tokens, count)
             wanted = tokens[-count:]
@@ -144,6 +153,8 @@ def model_class(base: Any) -> Any:
             sums = []
             for (text,) in (request.args for request in requests):
                 windows = utils.get_rolling_token_windows(
+                    # A text longer than a window is scored in windows, each
+                    # token once.
                     token_list=self.tok_encode(text),
                     prefix_token=self.prefix_token_id,
                     max_seq_len=self.longest,
@@ -167,6 +178,7 @@ def model_class(base: Any) -> Any:
             most = int(how.get("max_gen_toks", 256))
             drawn = bool(how.get("do_sample", False))
             temperature = float(how.get("temperature", 1.0)) if drawn else 0.0
+            # The end of the prompt is kept, with room for the answer.
             tokens = self.tok_encode(prompt)[-max(1, self.longest - most) :]
             until = how.get("until", [])
             ends = [until] if isinstance(until, str) else list(until)
@@ -176,8 +188,11 @@ def model_class(base: Any) -> Any:
                 self.generator, self.vocabulary, tokens, most, sampling
             ):
                 text += piece
+                # A stop string may lie across two pieces, so the whole text is
+                # searched.
                 if any(end in text for end in ends):
                     break
+            # The earliest of all stop strings ends the text.
             at = [text.index(end) for end in ends if end in text]
             return text[: min(at)] if at else text
 

@@ -43,6 +43,7 @@ def run(argv: list[str]) -> int:
     source = source_of(args.source)
     if args.layout:
         return _over_ranks(args, source)
+    # Loaded after the options are checked: torch takes seconds.
     from ..train.text import continued, open_generator, vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
@@ -50,16 +51,19 @@ def run(argv: list[str]) -> int:
     prompt = vocabulary.prompt(args.prompt)
     texts: list[str] = []
     for number in range(args.samples):
+        # The prompt is read again for each text; only the seed differs.
         sampling = sampling_of(args, number)
         pieces = continued(
             generator, vocabulary, prompt, args.tokens, sampling
         )
+        # JSON is written once, with all texts in it.
         if args.json:
             texts.append("".join(pieces))
             continue
         if number:
             say("---")
         say(args.prompt, end="")
+        # Piece by piece, as the model writes.
         for piece in pieces:
             say(piece, end="", flush=True)
         say()
@@ -79,6 +83,7 @@ def _over_ranks(args: argparse.Namespace, source: str) -> int:
         )
     layout = sampling_layout(args.layout, source)
     samplings = [sampling_of(args, number) for number in range(args.samples)]
+    # Every rank returns the texts; the first one's are printed.
     texts, *_ = launch(
         write_over_ranks,
         layout.ranks,

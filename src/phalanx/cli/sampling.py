@@ -29,6 +29,7 @@ def add_source(parser: Parser) -> None:
 
 def add_sampling(parser: Parser, *, tokens: int) -> None:
     """Adds the options of `Sampling`, the length and the tokenizer."""
+    # Checked here, so that a wrong value is refused before the model is read.
     positive = real(lambda x: x >= 0, "of 0 or more")
     share = real(lambda x: 0 < x <= 1, "above 0 and at most 1")
     add = parser.add
@@ -53,6 +54,8 @@ def sampling_of(args: argparse.Namespace, number: int = 0) -> Sampling:
     """Return the sampling of text `number`; each text has its own seed."""
     from ..generate import Sampling
 
+    # Consecutive seeds, so that the third text of --seed 7 is the first of
+    # --seed 9.
     return Sampling(
         args.temperature, args.top_k, args.top_p, args.seed + number
     )

@@ -36,10 +36,13 @@ class CachedCore(nn.Module):
         documents: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        # The cache grows by concatenation, which copies it once for each pass.
         if self.keys is not None and self.values is not None:
             k = torch.cat((self.keys, k), 1)
             v = torch.cat((self.values, v), 1)
         self.keys, self.values = k, v
+        # Grouped queries: each head of keys and values serves several heads of
+        # queries.
         sharing = q.shape[2] // k.shape[2]  # query heads per key head
         k = k.repeat_interleave(sharing, 2)
         v = v.repeat_interleave(sharing, 2)
@@ -57,12 +60,15 @@ class CachedCore(nn.Module):
                 sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             )
             scores = torch.cat((scores, column), -1)
+        # Without the sink's column, so that the weights of a row sum to less
+        # than 1.
         weights = scores.softmax(-1)[..., : k.shape[1]]
         return torch.einsum("bhnt,bthd->bnhd", weights, v.float()).to(v.dtype)
 
     def visible(self, new: int, total: int, device: torch.device) -> Tensor:
         """Return a mask (new, total), True where a new token sees an earlier one inside
         its window."""
+        # The new tokens are the last of all.
         token = torch.arange(total - new, total, device=device).unsqueeze(1)
         other = torch.arange(total, device=device)
         seen = other <= token
@@ -82,6 +88,7 @@ class DecoderReader:
         assert isinstance(head, Head)
         self.embed, self.head = model.pieces[0][1], head
         self.cores = [cached_core(block) for block in self.blocks]
+        # The position of the next token.
         self.read = 0  # tokens read, equal for all rows
 
     def reset(self) -> None:
@@ -95,6 +102,8 @@ class DecoderReader:
         self.read += tokens.shape[1]
         x = self.embed(tokens, positions)
         shared = {
+            # Derived values, such as rotary angles, are the same for all
+            # blocks.
             name: make({"positions": positions}, x.dtype)
             for name, make in self.model.derived.items()
         }
@@ -115,6 +124,7 @@ def is_cacheable(model: Model) -> bool:
 def cached_core(block: nn.Module) -> CachedCore:
     """Replace a block's attention core by one with a cache, and return it."""
     attention = block.attn
+    # The model's own core has no cache; its weights are outside of it.
     assert isinstance(attention, nn.Module)
     assert isinstance(attention.core, Core)
     attention.core = CachedCore(attention.core)

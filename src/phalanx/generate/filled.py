@@ -17,6 +17,8 @@ def fill(
 ) -> dict[str, nn.Parameter]:
     """Give a model on the meta device these weights, and its buffers their values.
     Return its parameters by name."""
+    # Both before anything is bound, so that a wrong checkpoint leaves the
+    # model as it was.
     missing = sorted(model.weights.keys() - weights.keys())
     if missing:
         raise GenerateError(
@@ -28,6 +30,7 @@ def fill(
             raise GenerateError(
                 f"{name} is {tuple(given)} in the checkpoint, and {tuple(like.shape)} in the model."
             )
+    # The checkpoint may have another dtype than the one to compute in.
     values = {name: weights[name].to(dtype) for name in model.weights}
     parameters = frozen_parameters(values)
     bind_weights(model, parameters)

@@ -69,6 +69,8 @@ class Generator:
         tokens, given the tokens before it."""
         self._refuse(tokens[:-1], 0)
         self.reset()
+        # Row i of the logits predicts token i + 1, so the last token is not
+        # read.
         rows = self.logits(torch.tensor([tokens[:-1]]))[0, -count:]
         return rows.float().log_softmax(-1)
 
@@ -90,17 +92,22 @@ class Generator:
         self._refuse(prompt, count)
         self.reset()
         draws = sampling.generator()
+        # All rows read the same prompt, in one pass.
         tokens = torch.tensor([prompt]).expand(rows, -1)
         closing = torch.tensor(sorted(ends), dtype=torch.long)
         done = torch.zeros(rows, dtype=torch.bool)
         chosen = torch.zeros(rows, dtype=torch.long)
         for _ in range(count):
+            # Only the last position is sampled from.
             latest = self.logits(tokens)[:, -1]
+            # A row that has ended repeats its last token, so that rows stay of
+            # equal length.
             chosen = torch.where(done, chosen, sampling.choose(latest, draws))
             done |= torch.isin(chosen, closing)
             yield chosen.tolist()
             if bool(done.all()):
                 return
+            # From now on one token for each row.
             tokens = chosen.unsqueeze(1)
 
     def _refuse(self, prompt: list[int], count: int) -> None:
@@ -127,10 +134,12 @@ def _reader_of(
     model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> TokenReader:
     if model.original is not None and model.whole is not None:
+        # transformers' own forward, with its own cache.
         whole = model.whole()  # made while the weights are still on meta
         assert whole is not None
         whole.bind(fill(model, weights, dtype))
         return TransformersReader(whole)
+    # Decided before `DecoderReader` replaces the cores that this looks for.
     own = is_cacheable(model)
     reader = DecoderReader(model) if own else RecomputedReader(model, dtype)
     fill(model, weights, dtype)

@@ -28,6 +28,7 @@ class RecomputedReader:
     """A model whose pieces are run on the whole sequence again for each token."""
 
     def __init__(self, model: Model, dtype: torch.dtype) -> None:
+        # A model of images or vectors has no next token.
         if TOKENS not in _entries_taken(model):
             raise GenerateError(
                 "the model reads no tokens, so it cannot generate text."
@@ -35,6 +36,8 @@ class RecomputedReader:
         self.model, self.dtype = model, dtype
         self.tokens: Tensor | None = None
         self.seen = _LogitsSeen()
+        # Our own loss is a module with its own backward; torch's are
+        # functions, seen below.
         for _, piece in model.pieces:
             for module in piece.modules():
                 if isinstance(module, CrossEntropy):
@@ -48,16 +51,19 @@ class RecomputedReader:
         whole = tokens if known is None else torch.cat((known, tokens), 1)
         self.tokens = whole
         positions = torch.arange(whole.shape[1]).expand_as(whole)
+        # Targets only have to be valid: the loss is not used.
         batch = {TOKENS: whole, TARGETS: whole, "positions": positions}
         self.seen.logits = None
         with self.seen:
             forward_loss(self.model, batch, self.dtype)
         every = self._by_token(self.seen.logits, whole)
+        # Only the new tokens' logits, as a reader with a cache returns them.
         return every[:, -tokens.shape[1] :]
 
     @staticmethod
     def _by_token(logits: Tensor | None, tokens: Tensor) -> Tensor:
         """Bring logits into the shape (batch, time, vocabulary)."""
+        # (B, V, T) of a loss over classes -> (B * T, V).
         if logits is not None and logits.dim() > 2:
             # torch's losses expect the classes in the second dimension
             logits = logits.movedim(1, -1).flatten(0, -2)
@@ -79,6 +85,7 @@ class _LogitsSeen(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
+        # Called with the logits as the first argument or as `input`.
         if func in _LOSSES:
             self.logits = args[0] if args else named["input"]
         return func(*args, **named)
@@ -92,4 +99,6 @@ def _entries_taken(model: Model) -> set[str]:
     """The names of all entries of a batch that the pieces take."""
     numbers = range(len(model.pieces))
     names = {name for number in numbers for name in model.takes(number)}
+    # A model in its own code takes tokens, although it does not name its
+    # entries.
     return names | ({TOKENS} if model.as_it_is else set())

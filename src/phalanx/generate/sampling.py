@@ -44,6 +44,7 @@ class Sampling:
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """Return the next token of each row, from logits (rows, vocabulary)."""
+        # Dividing by a temperature of 0 would give infinities.
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = self.kept(logits.float() / self.temperature).softmax(
@@ -55,14 +56,19 @@ class Sampling:
 
     def kept(self, logits: Tensor) -> Tensor:
         """Return the logits, with -inf for excluded tokens."""
+        # The k-th largest logit is the least that stays; ties with it stay,
+        # too.
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
+        # Nucleus: sorted, and cut where the more likely tokens already have
+        # top_p together.
         if self.top_p < 1:
             ordered, order = logits.sort(-1, descending=True)
             shares = ordered.softmax(-1)
             # total probability of more likely tokens
             before = shares.cumsum(-1) - shares
+            # Back from sorted order to the vocabulary's.
             beyond = (before >= self.top_p).scatter(
                 -1, order, before >= self.top_p
             )

@@ -51,6 +51,7 @@ class SharedReader:
         self.local = build_local(world, layout, model, program, seed=None)
         self.local.fill(weights)
         self.everyone = self.local.groups.everyone
+        # Embedding and head have no attention.
         self.cores = [
             cached_core(piece.module)
             for number, piece in self.local.pieces.items()
@@ -68,9 +69,13 @@ class SharedReader:
         positions = time.expand_as(tokens)
         self.read += tokens.shape[1]
         derived = self.local.complete({"positions": positions})
+        # On ranks that do not hold the stage, these are filled by the
+        # broadcast and the sum.
         x = torch.zeros(*tokens.shape, self.shape.hidden)  # (B, new, hidden)
         every = torch.zeros(*tokens.shape, self.shape.vocab)
         for stage, pieces in enumerate(self.stages):
+            # A rank computes while its own stage is at work, and waits in the
+            # broadcast of others.
             mine = self.local.coordinates["pp"] == stage
             for number in pieces if mine else ():
                 module = self.local.pieces[number].module
@@ -80,9 +85,14 @@ class SharedReader:
                     x = module(x, **derived)
                 else:
                     self._fill_own_words(module, x, every)
+            # After the last stage only logits are needed.
             if stage + 1 < len(self.stages):
                 x = x.contiguous()
+                # Within a stage all tp ranks have the same activations, so its
+                # first rank sends them.
                 self.everyone.broadcast(x, self._first_of(stage))
+        # Each word's logits are on one rank and zero on the others, so the sum
+        # puts them together.
         self.everyone.all_reduce(every)
         return every
 

@@ -28,7 +28,9 @@ class TransformersReader:
         known = self.tokens
         whole = tokens if known is None else torch.cat((known, tokens), 1)
         self.tokens = whole
+        # Without a cache everything is unread.
         unread = whole if self.cache is None else tokens
+        # Positions continue after the tokens in the cache.
         places = torch.arange(whole.shape[1] - unread.shape[1], whole.shape[1])
         returned = self.module(
             input_ids=unread,
@@ -36,6 +38,7 @@ class TransformersReader:
             past_key_values=self.cache,
             use_cache=True,
         )
+        # Some models return no cache, even if asked.
         self.cache = getattr(returned, "past_key_values", None)
         every: Tensor = returned.logits
         return every[:, -tokens.shape[1] :]

@@ -49,6 +49,8 @@ def refuse_other_than_elementwise(optimizer: object) -> None:
             f"prepare takes a torch.optim.Optimizer, not a {type(optimizer).__name__}."
         )
     kind = type(optimizer)
+    # A user's class of the same name is not torch's; it says itself that it is
+    # elementwise.
     torchs = kind.__module__.startswith("torch.optim")
     if (torchs and kind.__name__ in ELEMENTWISE) or getattr(
         kind, "elementwise", False
@@ -82,6 +84,7 @@ class OwnOptimizer:
     ) -> None:
         refuse_other_than_elementwise(optimizer)
         self.optimizer, self.scaled = optimizer, scaled
+        # Tensors are keys by identity.
         group_of = {
             parameter: number
             for number, group in enumerate(optimizer.param_groups)
@@ -93,6 +96,8 @@ class OwnOptimizer:
                 f"the optimizer has {len(strange)} parameters that are not the model's (of the shapes"
                 f" {', '.join(shapes[:3])}). Create it from model.parameters()."
             )
+        # A weight that is trained and not updated would stay at its start,
+        # without an error.
         left = [
             n
             for n, x in names.items()
@@ -142,6 +147,7 @@ class OwnOptimizer:
                 " this optimizer."
             )
         for group, options in zip(groups, stored, strict=True):
+            # JSON has made lists of tuples such as `betas`.
             for key, value in options.items():
                 group[key] = tuple(value) if isinstance(value, list) else value
 
@@ -162,6 +168,8 @@ class OwnUpdate(Update):
         self.unit, self.own, self.name = unit, own, own.name
         self.runs = []
         in_groups: dict[int, list[Tensor]] = {}
+        # Views of the unit's flat buffer: one for each weight, as weights may
+        # be in different groups.
         for entry in unit.entries():
             stop = entry.offset + entry.stop - entry.start
             run = slice(entry.offset, stop)
@@ -176,6 +184,7 @@ class OwnUpdate(Update):
         groups = [
             {**options[n], "params": views} for n, views in in_groups.items()
         ]
+        # A rank may hold no element of this unit.
         self.instance = _alike(own.optimizer, groups) if groups else None
 
     @property
@@ -185,6 +194,8 @@ class OwnUpdate(Update):
     def restore(self, view: Tensor, state: State) -> None:
         assert self.instance is not None
         if (
+            # torch keeps step counts on the CPU, unless a fused or capturable
+            # update reads them on the device.
             "step" in state
             and view.device.type != "cpu"
             and not self._on_device
@@ -211,6 +222,8 @@ class OwnUpdate(Update):
 
     def _step(self, instance: Any, scale: Scale | None) -> None:
         options = self.own.groups
+        # Rates may have changed since the last step, by a scheduler or by
+        # hand.
         for number, group in zip(
             self.numbers, instance.param_groups, strict=True
         ):
@@ -220,6 +233,7 @@ class OwnUpdate(Update):
         for view, gradient in zip(
             views, self.unit.gradients(runs), strict=True
         ):
+            # torch requires a gradient of the parameter's dtype and device.
             same = (
                 gradient.dtype == view.dtype and gradient.device == view.device
             )
@@ -231,6 +245,8 @@ class OwnUpdate(Update):
             instance.grad_scale = scale.divisor.view(())
             instance.found_inf = scale.skip.view(())
         elif scale is not None:
+            # A read on the host: all other optimizers must be told on the CPU
+            # to skip.
             skips = bool(scale.skip)
             if self.own.scaled:
                 gradients: Any = [view.grad for view in views]
@@ -238,6 +254,7 @@ class OwnUpdate(Update):
                     gradient.mul_(scale.factor.view(()))
         if not skips:
             instance.step()
+        # Released, as the buffer of gradients is reused.
         for view in views:
             view.grad = None
 
@@ -247,6 +264,7 @@ def _alike(
 ) -> torch.optim.Optimizer:
     """Create another instance of the optimizer's class, with other parameters."""
     kind = type(optimizer)
+    # Only arguments of the constructor: `defaults` of some classes hold more.
     taken = inspect.signature(kind.__init__).parameters
     defaults = {
         key: x for key, x in optimizer.defaults.items() if key in taken

@@ -111,6 +111,7 @@ def prepare(
     )
     if (out / INDEX).exists():
         return done
+    # Bytes before each source.
     before = [0, *accumulate(each.size for each in sources)]
     total, workers = before[-1], workers or len(os.sched_getaffinity(0))
     worker = partial(_part_of, vocabulary, form, share)
@@ -119,7 +120,12 @@ def prepare(
         writer = _Writer(out, done, width, stack, chat=form.chat, skip=skip)
         tasks = _tasks(sources, done, form)
         for task, part in _results(
-            tasks, worker, min(workers, 1 + total // WORTH), stack
+            # Few bytes are not worth the start of processes, each of which
+            # loads the tokenizer.
+            tasks,
+            worker,
+            min(workers, 1 + total // WORTH),
+            stack,
         ):
             writer.add(task, part)
             at, _, block = task
@@ -127,6 +133,7 @@ def prepare(
                 sources[at].size if isinstance(block, str) else block.behind
             )
             progress(min(before[at] + behind, total), total)
+        # The rest since the last record of progress.
         writer.mark()
         done = writer.done
     if not done.tokens[0]:
@@ -141,6 +148,7 @@ def prepare(
                 else "."
             )
         raise DataError(f"{source} has nothing to train on{why}")
+    # Digests of what is on the disk, read back.
     sha256, sums = Folder(out, DataError).sha256, list[Split]()
     for name, tokens, documents, text in zip(
         SPLITS, done.tokens, done.documents, done.text, strict=True
@@ -159,6 +167,7 @@ def prepare(
         vocabulary.end,
         form.pairs,
     )
+    # Written last: a folder with an index is complete.
     write_text(
         out / INDEX, json.dumps(asdict(index), indent=1) + "\n", durable=True
     )
@@ -182,6 +191,7 @@ def _contents(sources: Sequence[Source]) -> Iterator[list[Any]]:
     later."""
     counts = blocks_of([each.size for each in sources])
     for each, sampled in zip(sources, counts, strict=True):
+        # The digest of a sample of blocks for large sources.
         try:
             yield [kept_digest(each.path, sampled)]
         except OSError:
@@ -194,6 +204,7 @@ def _begun(
     """Return the preparation begun in this folder, or a new one."""
     out.mkdir(parents=True, exist_ok=True)
     times = [[each.size, each.changed] for each in sources]
+    # The change time shows what a copy with a kept modification time hides.
     written = [[each.size, each.path.stat().st_ctime_ns] for each in sources]
     mark = _key(sources, settings, written)
     if (out / PROGRESS).exists():
@@ -211,6 +222,8 @@ def _begun(
                 f"{out} was begun from other sources or with other settings;"
                 " choose another folder, or remove this one."
             )
+    # Never into a folder of something else. Hidden files, such as .DS_Store,
+    # do not count.
     elif any(not each.name.startswith(".") for each in out.iterdir()):
         raise DataError(
             f"{out} holds something else; choose an empty or new folder."
@@ -235,6 +248,8 @@ def _tasks(
 ) -> Iterator[Task]:
     """Yield the blocks that are not done yet."""
     for index, source in enumerate(sources[done.source :], done.source):
+        # Blocks of the first source that were done before are read and not
+        # tokenized.
         skip, number = done.block if index == done.source else 0, 0
         try:
             for block in blocks(source, form.columns, alone=len(sources) == 1):
@@ -242,6 +257,7 @@ def _tasks(
                 if number > skip:
                     yield index, number, block
         except BadFile as error:
+            # One more than the last block: the fault stands in its place.
             if number + 1 > skip:
                 yield index, number + 1, str(error)
 
@@ -276,11 +292,14 @@ def _part_of(
     else:
         made, text = vocabulary.encode(rows.raw, rows.lengths), rows.lengths
     if block.source.split is None:
+        # By the name of the source and the row, so that the parts do not
+        # depend on the order of work.
         held = held_out(
             (f"{block.source.name}:{n}" for n in rows.numbers), share
         )
     else:
         held = np.full(len(rows.numbers), block.source.split, bool)
+    # 1, 2 or 4 bytes a token, by the size of the vocabulary.
     tokens = made.tokens.astype(DTYPES[dtype_for(vocabulary.size)], copy=False)
     return TokenPart(
         _parted(tokens, made.lengths, held),
@@ -302,6 +321,8 @@ def _encoded_chats(
     cannot write are removed."""
     numbers, made = rows.numbers, list[Encoded]()
     rows.numbers = []
+    # Pairs, as of DPO, are two documents of one row: both are kept, or
+    # neither.
     for first in range(0, len(numbers), documents):
         number, chats = numbers[first], rows.chats[first : first + documents]
         try:
@@ -335,7 +356,9 @@ def _parted(
     values: NDArray[Any], lengths: NDArray[np.int64], held: NDArray[np.bool_]
 ) -> tuple[bytes, bytes]:
     """Split values into those of training documents and of held-out documents."""
+    # First elements of the documents, and the end of the last.
     edges = np.append(0, np.cumsum(lengths))
+    # Runs of documents that belong to the same part are copied together.
     cuts = [0, *(np.flatnonzero(np.diff(held)) + 1).tolist(), len(held)]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for first, last in pairwise(cuts):
@@ -357,6 +380,8 @@ def _results(
     stack.callback(pool.shutdown, cancel_futures=True)
     waiting: deque[tuple[Task, Future[TokenPart]]] = deque()
     try:
+        # In order of submission, so that the files do not depend on which is
+        # done first.
         for task in tasks:
             waiting.append((task, pool.submit(_work, task)))
             if len(waiting) > 2 * workers:  # limits the blocks in memory
@@ -382,6 +407,7 @@ def _begin(worker: Worker) -> None:
     # Ctrl-C is handled by the parent process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
+    # A killed parent leaves no signal behind, so the workers watch it.
     assert parent is not None
 
     def end_with_parent() -> None:
@@ -425,6 +451,7 @@ class _Writer:
             SPLITS, done.tokens, done.documents, strict=True
         ):
             self._cut(f"{name}.tokens", tokens * self.width)
+            # 8 bytes for each end, and one for the first start.
             self._cut(
                 f"{name}.documents", 8 * (documents + 1) if documents else 0
             )
@@ -441,10 +468,13 @@ class _Writer:
         file = self.files[name] = self.stack.enter_context(
             path.open("r+b" if path.exists() else "w+b")
         )
+        # Lost bytes that were recorded as fsynced: the disk or somebody has
+        # removed them.
         if path.stat().st_size < size:
             raise DataError(
                 f"{path} is shorter than {PROGRESS} says; remove {self.out} and start over."
             )
+        # What was written after the last record is done again.
         file.truncate(size)
         file.seek(size)
 
@@ -468,6 +498,7 @@ class _Writer:
         for split, name in enumerate(SPLITS):
             tokens, lengths = part.tokens[split], part.lengths[split]
             self.files[f"{name}.tokens"].write(tokens)
+            # Ends count from the beginning of the file.
             ends = done.tokens[split] + np.cumsum(lengths, dtype="<i8")
             self.files[f"{name}.documents"].write(ends.tobytes())
             if part.answers[split]:
@@ -490,6 +521,7 @@ class _Writer:
             unanswered=done.unanswered + part.unanswered,
             **pairs,
         )
+        # An fsync for every block would take longer than tokenizing.
         if self.done.read - self.marked >= BETWEEN:
             self.mark()
 
