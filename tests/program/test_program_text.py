@@ -25,7 +25,7 @@ def test_every_operation_prints_and_parses_back_and_no_two_print_alike() -> (
     ops = [
         Op(k, p, m)
         for k, p, m in product(
-            "FBIWRPCKEJOZMGLDSHTQUYV", (0, 2, 13), (0, 1, 27)
+            "FBIWRPCKEJOZMGLDSH^X~TQUYV", (0, 2, 13), (0, 1, 27)
         )
     ]
     ops += [Op(k, -1, n) for k, n in product("NA", (0, 3))]

@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ..layout import Layout, LayoutError, Shape
-from ..layout.cases import AXES, LARGER, SHAPES, covering, every_layout
-from ..layout.choices import COMPARED, DTYPES, FP64, LOCAL_RANKS, THREADS
+from ..layout.cases import (
+    AXES,
+    LARGER,
+    SHAPES,
+    covering,
+    every_layout,
+    exact_layouts,
+)
+from ..layout.choices import COMPARED, DTYPES, FP32, FP64, LOCAL_RANKS, THREADS
+from ..layout.exact import EXACT, exact_batch
 from ..layout.numbers import seconds_text
 from ..layout.run import Run
 from ..layout.shape import HUB
@@ -256,6 +264,69 @@ class VerifiedRun(Verified):
                 f"One step of the real sizes takes one core about {_long_text(self.real_seconds)}.",
             ]
         )
+
+
+@dataclass(frozen=True)
+class VerifiedExact(Verified):
+    """A verdict for each layout of `exact`: the bits of one process, or others."""
+
+    @property
+    def summary(self) -> str:
+        passed = sum(v.passed for v in self.verdicts)
+        of = f"{passed} of {len(self.verdicts)} trials of {self.model}"
+        return f"{of} have the bits of one process."
+
+
+def exact_to_verify(
+    text: str | None,
+    shape: Shape,
+    make: Maker | None,
+    *,
+    ranks: int = 4,
+    cover: int | None = 0,
+) -> tuple[Layout, ...]:
+    """Return the named layouts as layouts of `exact`, or all that it covers."""
+    if text is None:
+        every = exact_layouts(shape, ranks)
+        if make:
+            from ..parallel import fitting
+
+            every = fitting(make(), every)
+        return covering(every, cover) if cover else every
+    # Parsed with the word: it changes what other words leave to their defaults.
+    words = [part for part in text.split(";") if part.strip()]
+    named = [
+        Layout.parse(part if EXACT in part.split() else f"{part} {EXACT}")
+        for part in words
+    ]
+    named = [replace(layout, precision=FP32) for layout in named]
+    reasons = [
+        misfit(layout, shape, batch=exact_batch(layout)) for layout in named
+    ]
+    if wrong := [reason for reason in reasons if reason]:
+        raise LayoutError("\n".join(wrong))
+    for layout in named:
+        refuse_own(layout)
+    return tuple(named)
+
+
+def compared_exactly(
+    shape: Shape,
+    make: Maker | None,
+    layouts: Sequence[Layout],
+    *,
+    show: Callable[[Verdict], None] = lambda verdict: None,
+    **terms: Any,
+) -> VerifiedExact:
+    """Compare the bits of each layout with those of one process, and show each verdict."""
+    from ..verify.exact import verify_exact
+
+    found = []
+    for verdict in verify_exact(shape, layouts, make=make, **terms):
+        show(verdict)
+        found.append(verdict)
+    names = " and ".join(dict.fromkeys(terms.get("precisions", ())))
+    return VerifiedExact(shape.name, names, tuple(found))
 
 
 def _long_text(seconds: float) -> str:

@@ -11,6 +11,7 @@ not compared, but listed and counted separately.
   phalanx verify --ranks 8 --part 1/4
   phalanx verify --lora 4 --ranks 4 --cover 40
   phalanx verify --dtype bfloat16 --dropout 0.1 --layouts "dp2 tp2 seq"
+  phalanx verify --exact --layouts "dp2x2 zero3 accum:2; pp2 zb-v:4"
   phalanx verify run.toml
   phalanx verify model=8b weights=random layout="dp64 tp8 seq zero1 bf16" optimizer.name=muon
 
@@ -20,6 +21,10 @@ precision, masks, packing, adapters and frozen pieces are those of the run. It i
 halfway and resumed in another layout, and its journal is compared too. The output lists
 what was compared and what was not. `phalanx train run.toml verify=true` does the same
 before the first step.
+
+--exact compares bits, without any tolerance: loss, norm, every gradient and every weight
+of layouts of `exact` (docs/exact.md), in float32 and in bfloat16 with float32 weights. It
+names the first tensor, microbatch and operation that differ.
 
 Ranks are threads that receive every result as late as possible, so a missing wait, a
 buffer reused too early or a message sent without a copy causes an error. --backend
@@ -35,7 +40,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..api.verify import (
+    Maker,
     compared,
+    compared_exactly,
+    exact_to_verify,
     layouts_to_verify,
     model_to_verify,
     verdict_text,
@@ -45,9 +53,11 @@ from ..draw import WIDE
 from ..layout import Shape
 from ..layout.cases import AXES
 from ..layout.choices import (
+    BF16,
     COMPARED,
     COMPARED_OPTIMIZERS,
     DTYPES,
+    FP32,
     FP64,
     THREADS,
 )
@@ -104,6 +114,11 @@ def run(argv: list[str]) -> int:
         "--cover",
         type=whole(),
         help="select at least N layouts that cover every pair of choices",
+    )
+    add(
+        "--exact",
+        action="store_true",
+        help="compare bits, in layouts of `exact`",
     )
     add("--backend", default=THREADS)
     add("--steps", type=whole(1, STEPS), default=3, help="training steps")
@@ -187,6 +202,8 @@ def run(argv: list[str]) -> int:
         shape = replace(
             shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}"
         )
+    if args.exact:
+        return _exact(args, shape, make, parser)
     wanted = {
         name: getattr(args, name)
         for name in ("ranks", "axes", "cover", "dtype")
@@ -239,7 +256,38 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
     return 0 if found.passed else 1
 
 
+def _exact(
+    args: argparse.Namespace,
+    shape: Shape,
+    make: Maker | None,
+    parser: Parser,
+) -> int:
+    """Compare the bits of layouts of `exact` with those of one process."""
+    for name in ("axes", "z_loss", "memory", "part", "out", "log", "record"):
+        if getattr(args, name) != parser.get_default(name):
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} does not go with --exact.")
+    dtype = args.dtype
+    asked = dtype != parser.get_default("dtype")
+    precisions = (COMPARED[dtype],) if asked else (FP32, BF16)
+    layouts = exact_to_verify(
+        args.layouts, shape, make, ranks=args.ranks, cover=args.cover
+    )
+    terms = "backend steps seed packed dropout optimizer"
+    found = compared_exactly(
+        shape,
+        make,
+        layouts,
+        precisions=precisions,
+        show=lambda verdict: progress(verdict_text(verdict)),
+        **{name: getattr(args, name) for name in terms.split()},
+    )
+    result(args, found.figures, found.summary)
+    return 0 if found.passed else 1
+
+
 _OF_LAYOUTS = (
+    "exact",
     "model", "ranks", "axes", "layouts", "cover", "backend", "steps", "dtype", "optimizer", "z_loss",
     "lora", "dropout", "packed", "seed", "memory", "part", "out", "log", "record",
 )  # fmt: skip

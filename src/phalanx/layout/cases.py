@@ -2,16 +2,18 @@
 
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, cycle, product
 from pathlib import Path
 from typing import Any
 
-from .choices import ACCUM, FP64, SCHEDULES
+from .choices import ACCUM, FP32, FP64, SCHEDULES
 from .codec import decode
+from .exact import exact_batch
 from .layout import Layout
 from .legal import divisors, legal
-from .mesh import Axis, Mesh
+from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape, ShapeError
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -64,6 +66,34 @@ def every_layout(
     each = [(x, replace(x, **option)) for x, option in turns]
     # Where the additional option is illegal, the plain layout stays.
     return tuple(dict.fromkeys(x if legal(y, shape) else y for x, y in each))
+
+
+def exact_layouts(shape: Shape, ranks: int) -> tuple[Layout, ...]:
+    """Legal layouts of `exact` of up to `ranks` ranks; each has one more option, in turn.
+
+    Each rank has one or four microbatches.
+    """
+    plain: dict[Layout, None] = {}
+    for x in _all(shape, ranks, {"dp", "pp"}):
+        few = 1 if x.microbatches == 1 else 4
+        exact = replace(
+            x, precision=FP32, microbatches=few, reduce="", exact=True
+        )
+        if fits_exactly(exact, shape):
+            plain[exact] = None
+    turns: Any = zip(plain, cycle(_BESIDES), strict=False)
+    found: dict[Layout, None] = {}
+    for x, option in turns:
+        with suppress(LayoutError):
+            y = replace(x, **option)
+            x = y if fits_exactly(y, shape) else x
+        found[x] = None
+    return tuple(found)
+
+
+def fits_exactly(layout: Layout, shape: Shape) -> bool:
+    """True if a layout is legal for a batch with two rows in each microbatch."""
+    return not legal(layout, shape, batch=exact_batch(layout))
 
 
 def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:

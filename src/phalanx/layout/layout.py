@@ -22,6 +22,7 @@ from .choices import (
     near_word,
     traits,
 )
+from .exact import EXACT, uncovered
 from .hash_once import hash_once, state_without_hash
 from .mesh import AXES, Axis, LayoutError, Mesh
 from .rules import AXIS_OF
@@ -45,6 +46,7 @@ _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
 _FIXED: dict[str, dict[str, object]] = {
     "seq": {"seq": True},
     "overlap": {"overlap": True},
+    EXACT: {"exact": True},
 }
 _FIXED |= {f"zero{n}": {"zero": n} for n in range(4)}
 _FIXED |= {
@@ -89,6 +91,10 @@ class Layout:
         False  # compute one microbatch's forward beside another's backward
     )
 
+    exact: bool = (
+        False  # every sum in one order: the same bits in every layout
+    )
+
     __hash__ = hash_once
     __getstate__ = state_without_hash
 
@@ -105,7 +111,7 @@ class Layout:
         if not self.gather:
             fill(self, "gather", _gather(self))
         if not self.reduce:
-            fill(self, "reduce", _reduce(self.zero))
+            fill(self, "reduce", _reduce(self))
         # In one order, whatever the user wrote, so that equal layouts compare
         # equal.
         for name, known in ("offload", _OFFLOADS), ("experts", _SHARING):
@@ -271,9 +277,7 @@ class Layout:
         # Defaults are not written, including those that follow from other
         # fields.
         words += [f"gather:{self.gather}"] * (self.gather != _gather(self))
-        words += [f"reduce:{self.reduce}"] * (
-            self.reduce != _reduce(self.zero)
-        )
+        words += [f"reduce:{self.reduce}"] * (self.reduce != _reduce(self))
         words += [f"prefetch:{self.prefetch}"] * (self.prefetch != 1)
         words += [f"recompute:{self.recompute}"] * (self.recompute != "none")
         words += ["offload:" + ",".join(self.offload)] * bool(self.offload)
@@ -286,6 +290,7 @@ class Layout:
             "compile" if self.compile == COMPILE else f"compile:{self.compile}"
         )
         words += [compiled] * bool(self.compile)
+        words += [EXACT] * self.exact
         return " ".join(words)
 
 
@@ -310,8 +315,9 @@ def _gather(x: Layout) -> str:
     )
 
 
-def _reduce(zero: int) -> str:
-    return "micro" if zero >= 2 else "step"
+def _reduce(x: Layout) -> str:
+    # A rank adds its own microbatches before it exchanges sums with others.
+    return "micro" if x.zero >= 2 and not x.exact else "step"
 
 
 def _schedule_words(x: Layout) -> list[str]:
@@ -406,6 +412,7 @@ def _check_values(x: Layout) -> None:
         wrong.append(
             f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function"
         )
+    wrong += uncovered(x) if x.exact else []
     if x.compile and x.matmul and MATMULS[x.matmul].power:
         why = "torch.compile makes no kernels with scales of 8 bits"
         wrong.append(

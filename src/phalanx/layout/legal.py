@@ -5,12 +5,14 @@ reason.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
+from .exact import NOT_EXPERTS, no_subtree, uneven_microbatches
 from .layout import Layout
 from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
@@ -32,7 +34,7 @@ def legal(
     layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0
 ) -> tuple[Violation, ...]:
     """Every rule that this layout breaks for this model. Empty if it can be trained."""
-    rules = (_tensor, _pipeline, _context, _batch, _sharding)
+    rules = (_tensor, _pipeline, _context, _batch, _sharding, _exact)
     # A run may have its own batch and sequence; otherwise those of the shape.
     sizes = batch or shape.batch, sequence or shape.sequence
     return tuple(
@@ -241,6 +243,19 @@ def _sharding(
         yield Violation("gather", what, "Use zero3, or gather:step.")
 
 
+def _exact(
+    x: Layout, s: Shape, batch: int, sequence: int
+) -> Iterator[Violation]:
+    if not x.exact:
+        return
+    if s.experts:
+        yield Violation("exact", NOT_EXPERTS, "Leave exact out.")
+    if apart := no_subtree(x):
+        yield Violation("exact", *apart)
+    if uneven := uneven_microbatches(x, batch):
+        yield Violation("exact", *uneven)
+
+
 def nearest(
     layout: Layout,
     shape: Shape,
@@ -300,15 +315,22 @@ def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
             shared = tuple(
                 a for a in x.experts if size[a] > 1 and (seq or a != "tp")
             )
-            cut = replace(x, mesh=mesh, seq=seq and tp > 1, experts=shared)
             # A given division of blocks fits only a mesh with as many stages.
-            yield from _refit(replace(cut, stages=()), chunks, batch)
+            sizes = {"mesh": mesh, "seq": seq and tp > 1, "experts": shared}
+            yield from _refit(x, {**sizes, "stages": ()}, chunks, batch)
             if x.stages and pp == x.pp:
-                yield from _refit(cut, chunks, batch)
+                yield from _refit(x, sizes, chunks, batch)
 
 
-def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
-    """The layout with a legal schedule for its mesh and microbatches for the batch."""
+def _refit(
+    x: Layout, sizes: Mapping[str, Any], chunks: int, batch: int
+) -> Iterator[Layout]:
+    """The layout with these sizes, a schedule for them and microbatches for the batch."""
+    with suppress(LayoutError):
+        yield from _scheduled(replace(x, **sizes), chunks, batch)
+
+
+def _scheduled(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
     own = x.schedule if traits(x.schedule).pipelined else ONE_F_ONE_B
     gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
     for schedule in {own, ONE_F_ONE_B} if x.pp > 1 else {ACCUM}:

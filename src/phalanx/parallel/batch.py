@@ -20,7 +20,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import Layout, LayoutError
+from ..layout.exact import uneven_microbatches
 from ..models import IGNORED
 
 VALID = "valid"  # in a padded batch, marks the tokens that are not padding
@@ -76,6 +77,9 @@ def microbatches(
     size = next(iter(whole.values())).shape[0]
     mine = slice(0, size) if dp is None else share(size, layout.data, dp)
     own = mine.stop - mine.start
+    every = size if dp is not None else size * layout.data
+    if uneven := uneven_microbatches(layout, every):
+        raise LayoutError(" ".join(uneven))
     parts = [
         share(own, layout.microbatches, m) for m in range(layout.microbatches)
     ]

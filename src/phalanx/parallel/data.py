@@ -133,14 +133,15 @@ class Unit:
         total = 0
         for weight in self.order:
             self.offsets.append(total)
-            total += _numel(weight)
+            total += self._room(weight)
         self.used = total
         shards = groups.gather.size
         # No other rank adds to this gradient: its memory serves activations in the next
         # forward.
         self.alone = groups.reduce.size == groups.replica.size == 1
         # Equal parts: zeros behind `used` fill up the end.
-        self.numel = -(-total // shards) * shards
+        divides = self._divisor(groups)
+        self.numel = -(-total // divides) * divides
         self.part = self.numel // shards
         self.start = self.part * groups.gather.rank
         # Made once: their data becomes a view of whichever buffer holds the weights.
@@ -220,6 +221,14 @@ class Unit:
 
     # ---- the flat order
 
+    def _room(self, weight: Weight) -> int:
+        """The elements of the flat order that a weight occupies."""
+        return numel_of(weight)
+
+    def _divisor(self, groups: UnitGroups) -> int:
+        """A divisor of the elements of the flat order."""
+        return groups.gather.size
+
     def segments(self, *, matrices: bool = False) -> list[Segment]:
         """The flat order in runs that are updated alike, `matrices` apart if asked."""
         runs: list[Segment] = []
@@ -230,7 +239,7 @@ class Unit:
                 weight.rate,
                 matrices and bool(weight.matrices),
             )
-            one = Segment(offset, offset + _numel(weight), *alike)
+            one = Segment(offset, offset + self._room(weight), *alike)
             # A plain unit has one gradient for each weight, so it joins no runs.
             if runs and runs[-1][2:] == one[2:] and not self.plain:
                 one = Segment(runs.pop().start, *one[1:])
@@ -255,7 +264,7 @@ class Unit:
         """Yield the part of each weight that lies in this rank's shard."""
         for weight, offset in zip(self.order, self.offsets, strict=True):
             start = max(offset, self.start)
-            stop = min(offset + _numel(weight), self.start + self.part)
+            stop = min(offset + numel_of(weight), self.start + self.part)
             if start < stop:
                 yield Entry(
                     weight, start - offset, stop - offset, start - self.start
@@ -397,26 +406,40 @@ class Unit:
         """The parts of the gradient that this rank counts in the gradient norm."""
         return self.gradients(self.counted_runs)
 
-    def open(self) -> None:
+    def open(self, user: int = 0, microbatch: int = 0) -> None:
         """Allocate the flat gradient, into which backward adds from here on.
 
-        Matrices are not zeroed: the first product overwrites them, see `contribute`.
+        The backward is that of the piece `user` on a microbatch. Matrices are not
+        zeroed: the first product overwrites them, see `contribute`.
         """
         if self.full is not None:
             return
         self.full = self.pool.take(self.numel, self.precision.reduce)
+        self._bind_gradient(self.full)
+        for parameter in self._others:
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        self.fresh |= self._matrices
+        self.full[self.used :].zero_()
+
+    @cached_property
+    def _others(self) -> list[nn.Parameter]:
+        """The parameters that are no matrices."""
+        every = self.parameters.items()
+        return [p for name, p in every if name not in self._matrices]
+
+    def _bind_gradient(self, full: Tensor) -> None:
+        """Let backward add to the views of a flat gradient."""
         wide = self.precision.reduce != self.dtype
-        for name, view in zip(
-            self.parameters, self._views(self.full), strict=True
-        ):
+        for name, view in zip(self.parameters, self._views(full), strict=True):
             # `grad_dtype` lets a gradient be wider than its weight.
             if wide:
                 self.parameters[name].grad_dtype = self.precision.reduce
             self.parameters[name].grad = view
-            if name not in self._matrices:
-                view.zero_()
-        self.fresh |= self._matrices
-        self.full[self.used :].zero_()
+
+    def _unbind_gradient(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def _before_adding(self, name: str, gradient: Tensor) -> None:
         """Zero a fresh gradient before autograd adds its own contribution."""
@@ -472,8 +495,7 @@ class Unit:
         for name in tuple(self.fresh):
             self._before_adding(name, full)
         # A later backward must not add to a buffer that is being summed.
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self._unbind_gradient()
         shards, replica = self.groups.reduce, self.groups.replica
         if shards.size == 1 and self.replicas_apart:
             self.parts.append(full)
@@ -564,7 +586,7 @@ class PlainUnit(Unit):
         both = zip(self.order, self.parameters.values(), strict=True)
         return [p for w, p in both if w.counted and not w.rate]
 
-    def open(self) -> None:
+    def open(self, user: int = 0, microbatch: int = 0) -> None:
         if not self._open:
             # Autograd allocates this gradient, so the pool only counts it.
             self._open = True
@@ -608,5 +630,6 @@ def _sums_wide(a: Tensor) -> bool:
     return gpu and a.dtype in HALVES and hasattr(_aten.addmm, "dtype_out")
 
 
-def _numel(weight: Weight) -> int:
+def numel_of(weight: Weight) -> int:
+    """The elements of a weight, as this rank of tp holds it."""
     return torch.Size(weight.local).numel()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
+from ..layout.exact import NOT_EXPERTS, no_subtree
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core, ExpertProducts, LoraLinear
 from ..models.loss import CrossEntropy
@@ -72,6 +73,10 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
     # Attention and the loss are looked at only where the table itself is right.
     if layout.seq and layout.tp > 1 and not wrong:
         wrong += _uncut(model)
+    if apart := no_subtree(layout):
+        wrong.append(" ".join(apart))
+    if layout.exact and _has_experts(model):
+        wrong.append(NOT_EXPERTS)
     for prefix, piece in model.pieces:
         for path, module in piece.named_modules():
             name = f"{prefix}.{path}".rstrip(".")
@@ -85,6 +90,11 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
                 wrong += _core(model, name, module)
     # dict.fromkeys: a module used by several pieces is reported once.
     return tuple(dict.fromkeys(wrong))
+
+
+def _has_experts(model: Model) -> bool:
+    every = (module for _, piece in model.pieces for module in piece.modules())
+    return any(isinstance(module, ExpertProducts) for module in every)
 
 
 def _unnamed(model: Model) -> Iterator[str]:

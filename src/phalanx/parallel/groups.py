@@ -58,6 +58,8 @@ class UnitGroups:
     scales: Group | None = (
         None  # agrees on the scales of weights gathered in 8 bits
     )
+    # In a step of `exact`: all ranks that hold shards or copies of the unit.
+    copies: Group | None = None
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,10 @@ def _open_units(
         # Unit n + pieces holds the experts of piece n, and no tied weight.
         users = program.users(unit) if unit < len(model.pieces) else ()
         stages = {program.host[piece] for piece in users}
-        matrices = scales = None
+        matrices = scales = copies = None
+        if layout.exact:
+            both = mesh.groups((*axes.replica, *axes.shard))
+            copies = shared("copies", both)
         if layout.gathers_in_8_bits:
             scales = shared("scales", mesh.groups(axes.shard))
         if unit % len(model.pieces) in whole:
@@ -267,6 +272,7 @@ def _open_units(
             if matrices
             else (),
             scales=scales,
+            copies=copies,
         )
 
     return tuple(map(groups_of, range(2 * len(model.pieces))))

@@ -19,6 +19,7 @@ from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
 from .data import PlainUnit, Precision, Unit
+from .exact import ExactUnit
 from .experts import Exchange, cut_blocks
 from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
@@ -41,6 +42,8 @@ class LocalModel:
     exchange: Exchange  # sends tokens to the ranks that share experts
     pool: BufferPool
     coordinates: dict[str, int]  # the rank's place on each axis
+    # In a layout of `exact`: the ranks that see other sequences; otherwise 0.
+    exact_data: int
     # Makes empty tensors in the shapes of a piece's inputs.
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]
     # Tensors derived from a microbatch, by the names under which this rank's pieces
@@ -176,6 +179,7 @@ def build_local(
         Exchange(groups.ep, groups.routes, _pieces_of_experts(program)),
         pool,
         at,
+        layout.data if layout.exact else 0,
         partial(_edge, model, layout, precision.compute, world.device),
         derived,
         draw,
@@ -232,7 +236,7 @@ class _UnitMaker:
         )
         self.pool, self.precision, self.weights = pool, precision, weights
         self.count = len(model.pieces)
-        self.at_host = layout.weights_on_host
+        self.at_host, self.exact = layout.weights_on_host, layout.exact
         own = {unit for piece in role.pieces for unit in program.units(piece)}
         experts = [piece + self.count for piece in role.pieces]
         # The numbers of this rank's units: those of its pieces, and those of their
@@ -278,6 +282,8 @@ class _UnitMaker:
             "frozen": frozen,
             "piece": piece,
         }
+        if self.exact and not frozen:
+            return ExactUnit(*given, **terms)
         # 8-bit gathers only save something where a gather has other ranks to reach.
         in_8_bits = self.narrow & {weight.name for weight in weights}
         if in_8_bits and groups.gather.size > 1:
@@ -382,6 +388,7 @@ def _piece(
         module,
         [unit for number in numbers for unit in units.get(number, ())],
         model.takes(piece),
+        number=piece,
         first=piece == 0,
         last=piece == program.pieces - 1,
         splits=role.splits,

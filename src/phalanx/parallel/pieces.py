@@ -302,6 +302,7 @@ class Piece:
         units: Sequence[Unit],
         takes: Sequence[str],
         *,
+        number: int = 0,
         first: bool,
         last: bool,
         splits: bool = False,
@@ -314,6 +315,7 @@ class Piece:
             tuple(takes),
         )
         self.trained = tuple(unit for unit in units if not unit.frozen)
+        self.number = number
         self.first, self.last, self.splits, self.offloads = (
             first,
             last,
@@ -534,7 +536,7 @@ class Piece:
     def backward(self, microbatch: int, gradients: Bundle) -> Bundle:
         """Add to units' gradients and return the inputs'; frees kept values."""
         kept = self.kept.pop(microbatch)
-        self._run(kept, gradients)
+        self._run(microbatch, kept, gradients)
         # Some microbatches of a schedule may have a whole backward although others
         # split it into I and W.
         if kept.pending:
@@ -549,9 +551,9 @@ class Piece:
         """
         kept = self.kept[microbatch]
         if self.first:
-            kept.whole = lambda: self._run(kept, gradients)
+            kept.whole = lambda: self._run(microbatch, kept, gradients)
             return {}
-        self._run(kept, gradients)
+        self._run(microbatch, kept, gradients)
         # The graph is spent. Only the factors in `kept.pending` are still needed.
         kept.roots = {}
         kept.boxes.clear()
@@ -567,15 +569,15 @@ class Piece:
         """Compute postponed weight gradients, one matmul each, into flat ones."""
         kept = self.kept.pop(microbatch)
         for unit in self.trained:
-            unit.open()
+            unit.open(self.number, microbatch)
         # The first piece has only weight gradients: its whole backward runs here.
         if kept.whole:
             kept.whole()
         self._contribute(kept)
 
-    def _run(self, kept: _Kept, gradients: Bundle) -> None:
+    def _run(self, microbatch: int, kept: _Kept, gradients: Bundle) -> None:
         for unit in self.trained:
-            unit.open()
+            unit.open(self.number, microbatch)
         # An output that no later piece used has no gradient.
         roots = {
             name: root

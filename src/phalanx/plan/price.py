@@ -162,7 +162,14 @@ class Units:
             return UnitTimes(gather, load)
         # Without ZeRO one all-reduce covers shards and replicas.
         replicas = 0.0
-        if not self.layout.zero:
+        if self.layout.exact:
+            every = self.replicas * n
+            there = seconds("all_to_all", size, every, near)
+            reduce = there + self.add(numbers) * (every > 1)
+            replicas = seconds(
+                "all_gather", size / part, every / part, self.far
+            )
+        elif not self.layout.zero:
             reduce = seconds("all_reduce", size, self.replicas * n, near)
         # HSDP: reduce-scatter inside each group of shards, then all-reduce
         # over its replicas.
@@ -185,6 +192,11 @@ class Units:
             tie,
             self._update() * numbers / part,
         )
+
+    def add(self, numbers: float) -> float:
+        """Seconds of adding a gradient of so many elements to another one."""
+        touched = 3.0 * self.profile.reduce_bytes
+        return self.hardware.rates.move(touched) * numbers
 
     def agree_scales(self, others: float, narrow: float) -> float:
         """Seconds of agreeing on the scales of `narrow` elements.
@@ -449,6 +461,10 @@ class Priced:
             ops.LOAD: unit.load,
             ops.REDUCE: unit.reduce * alone,
             ops.REDUCE_REPLICAS: unit.replicas * alone,
+            # One addition less than microbatches.
+            ops.ADD: units.add(own) * (1.0 - 1.0 / x.microbatches),
+            ops.EXCHANGE_PARTS: unit.reduce * alone,
+            ops.SHARE_SUMS: unit.replicas * alone,
             ops.TIE: unit.tie * alone,
             ops.UPDATE: unit.update,
             # Bytes over the host's link: what the forward kept goes out and

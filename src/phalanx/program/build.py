@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ..layout import Layout
 from ..layout.choices import traits
+from ..layout.exact import NOT_MATRICES
 from ..layout.pieces import StagedPieces
 from . import passes
 from .ops import (
@@ -31,6 +32,8 @@ def build(
 ) -> Program:
     """Build the program of a layout: one training step of a model with these pieces."""
     stages, experts = pieces.stages, pieces.experts
+    if layout.exact and options.whole_matrices:
+        raise ProgramError(NOT_MATRICES)
     refuse_vast(len(pieces) * layout.microbatches)
     # 1. The order of computing: whole virtual stages, then their pieces.
     order = _order(layout, stages, options)
@@ -62,9 +65,19 @@ def build(
             at_once=options.gathers_at_once,
         )
         at_end = not (options.overlaps or each)
-        program = passes.reduce(
-            program, each_microbatch=each, replicas=replicas, at_end=at_end
-        )
+        if layout.exact:
+            program = passes.sum_in_tree(
+                program,
+                replicas=layout.copies > layout.shards,
+                at_end=at_end,
+            )
+        else:
+            program = passes.reduce(
+                program,
+                each_microbatch=each,
+                replicas=replicas,
+                at_end=at_end,
+            )
         program = passes.sum_parts(passes.tie(program), pieces.partial)
         program = passes.finish(program, agree=options.agree)
         return passes.matrices(

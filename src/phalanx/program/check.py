@@ -324,7 +324,7 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
             and unit not in now.stale
         ):
             yield f"{who}: {op} gathers unit {unit}, which is already there."
-        elif kind == ops.REDUCE and unit in now.tied:
+        elif kind in ops.FIRST_SUMS and unit in now.tied:
             tie = Op(ops.TIE, unit)
             yield f"{who}: {op} stands after {tie}, which adds finished sums of two stages."
         elif kind == ops.UPDATE:
@@ -342,14 +342,15 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
     yield from _step_ends(who, now)
     # A program without sums and updates is no training step.
     if any(
-        op.kind in (ops.REDUCE, ops.UPDATE)
+        op.kind in (*ops.FIRST_SUMS, ops.UPDATE)
         for row in program.rows
         for op in row
     ):
         for unit, left in sorted(
             (u, left) for u, left in now.open.items() if left
         ):
-            missing = f"{Op(ops.REDUCE, unit)} is missing after them."
+            sum_of = ops.ADD if program.exact else ops.REDUCE
+            missing = f"{Op(sum_of, unit)} is missing after them."
             yield f"{who}: {len(left)} gradients of unit {unit} are never summed: {missing}"
         for unit in sorted(unused):
             yield f"{who}: unit {unit} has gradients and no update {Op(ops.UPDATE, unit)} after them."
@@ -368,7 +369,8 @@ def _pairs(program: Program, number: int) -> Iterator[str]:
         (ops.FROM_OWNERS, ops.TO_OWNERS),
     ]
     if program.replicated:
-        pairs.append((ops.REDUCE, ops.REDUCE_REPLICAS))
+        sums, shares = ops.FIRST_SUMS, ops.REPLICA_SUMS
+        pairs.append((sums[program.exact], shares[program.exact]))
     for kind, other in pairs:
         for op in row:
             partner = op._replace(kind=other)
@@ -384,7 +386,8 @@ def _step_ends(who: str, now: State) -> Iterator[str]:
 
 def _ties(program: Program) -> Iterator[str]:
     """Yield weights on two stages whose gradients are not summed once per step."""
-    if not any(op.kind == ops.REDUCE for row in program.rows for op in row):
+    sums = ops.FIRST_SUMS
+    if not any(op.kind in sums for row in program.rows for op in row):
         return
     for number, row in enumerate(program.rows):
         homes = program.homes[number]

@@ -39,6 +39,7 @@ SCALES = "scales"
 OWN = "own"  # that shard on the device, if home is on the host
 # One microbatch's gradient of a unit, added to its whole buffer.
 CONTRIBUTION = "contribution"
+SUMS = "sums"  # of a unit's gradients, over the microbatches of a rank
 REDUCED = "reduced"  # a unit's gradient, summed over copies
 TOKENS = "tokens"  # the count by which the loss is divided
 NORM = "norm"  # the gradient norm, over all ranks
@@ -147,6 +148,13 @@ _TABLE = (
          UNIT, "reduce", _COPIES, (CONTRIBUTION,), (REDUCED,), _RED),
     Kind("H", "sum replicas", "sum a unit's reduced gradient over the replicas of its shard",
          UNIT, "replicas", ("dp.replicate",), (REDUCED,), (REDUCED,), _RED),
+    # Of a step in which sums have one fixed order: see `tree.py`.
+    Kind("^", "add in tree", "add a microbatch's gradient of a unit to the sums of the tree",
+         UNIT, COMPUTE, (), (CONTRIBUTION,), (SUMS,), _RED),
+    Kind("X", "exchange parts", "exchange the parts of a unit's gradient, and add them as the tree says",
+         UNIT, "reduce", _COPIES, (SUMS,), (REDUCED,), _RED),
+    Kind("~", "share sums", "gather a unit's summed parts from the replicas of its shard",
+         UNIT, "replicas", _COPIES, (REDUCED,), (REDUCED,), _RED),
     Kind("T", "tied sum", "sum the gradients of a weight that two stages hold",
          UNIT, "tie", ("pp",), (REDUCED,), (REDUCED,), _RED),
     Kind("Q", "tensor sum", "sum a unit's reduced gradient over the tp ranks that did other work",
@@ -170,10 +178,37 @@ KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
 
 # Operations carry the letter; code uses the name.
 (
-    COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, RECOMPUTE_PART,
-    SUM_CHOICES, COUNT_ROUTES, EXCHANGE, EXCHANGE_GRADIENT, AGREE_SCALES, GATHER, LOAD, DROP, REDUCE,
-    REDUCE_REPLICAS, TIE, SUM_PARTS, AGREE, UPDATE, TO_OWNERS, FROM_OWNERS, SEND, RECEIVE, OFFLOAD, RELOAD,
-) = KINDS  # fmt: skip
+    COUNT,
+    FORWARD,
+    BACKWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    RECOMPUTE,
+    RECOMPUTE_PART,
+    SUM_CHOICES,
+    COUNT_ROUTES,
+    EXCHANGE,
+    EXCHANGE_GRADIENT,
+    AGREE_SCALES,
+    GATHER,
+    LOAD,
+    DROP,
+    REDUCE,
+    REDUCE_REPLICAS,
+    ADD,
+    EXCHANGE_PARTS,
+    SHARE_SUMS,
+    TIE,
+    SUM_PARTS,
+    AGREE,
+    UPDATE,
+    TO_OWNERS,
+    FROM_OWNERS,
+    SEND,
+    RECEIVE,
+    OFFLOAD,
+    RELOAD,
+) = KINDS
 
 
 _DERIVED: list[tuple[Callable[[Kind], object], list[str]]] = []
@@ -215,7 +250,10 @@ COLLECTIVES = _those(lambda k: k.axes)
 EXCHANGES = _those(lambda k: k.on == MICROBATCH and k.axes)
 BRINGS_VALUE = _those(_brings(VALUE))
 BRINGS_GRADIENT = _those(_brings(GRADIENT))
-REDUCTIONS = (REDUCE, REDUCE_REPLICAS)
+# The sum over a unit's copies, or over its shards, and then that over replicas.
+FIRST_SUMS = (REDUCE, EXCHANGE_PARTS)
+REPLICA_SUMS = (REDUCE_REPLICAS, SHARE_SUMS)
+REDUCTIONS = (*FIRST_SUMS, *REPLICA_SUMS)
 
 
 def add(kind: Kind) -> Callable[[], None]:

@@ -494,6 +494,48 @@ def reduce(
     return program.with_rows(rows)
 
 
+def sum_in_tree(
+    program: Program, *, replicas: bool, at_end: bool = False
+) -> Program:
+    """Insert additions of gradients in the order of the tree, and their exchange.
+
+    An addition follows the last contribution of each microbatch and the messages after
+    it. The exchange follows the last addition of the step. With `replicas`, the summed
+    parts of the previous unit are shared after it.
+    """
+    rows = []
+    for row in program.rows:
+        last: dict[tuple[int, int, int], int] = {}
+        for i, op in enumerate(row):
+            if op.kind in ops.CONTRIBUTES:
+                for unit in program.trained(op.piece):
+                    last[unit, op.piece, op.index] = _behind_sends(row, i)
+        after: dict[int, list[Op]] = defaultdict(list)
+        ends: dict[tuple[int, int], int] = {}
+        for (unit, user, m), i in last.items():
+            after[i].append(program.tree_op(ops.ADD, unit, user, m))
+            ends[unit, user] = max(i, ends.get((unit, user), i))
+        waiting: list[Op] = []
+        for (unit, user), i in sorted(ends.items(), key=lambda end: end[1]):
+            place = len(row) - 1 if at_end else i
+            after[place].append(
+                program.tree_op(ops.EXCHANGE_PARTS, unit, user)
+            )
+            after[place] += waiting
+            shared = program.tree_op(ops.SHARE_SUMS, unit, user)
+            waiting = [shared] if replicas else []
+        after[len(row) - 1] += waiting
+        rows.append(_woven(row, {}, after))
+    return program.with_rows(rows)
+
+
+def _behind_sends(row: Sequence[Op], place: int) -> int:
+    """The place of the last message that follows an operation directly, or its own."""
+    while place + 1 < len(row) and row[place + 1].kind == ops.SEND:
+        place += 1
+    return place
+
+
 def tie(program: Program) -> Program:
     """Insert the sum of a shared weight's gradients over its two stages."""
     if not program.tied:

@@ -21,9 +21,10 @@ from . import ops
 _HEADER = "phalanx program 1"
 MOST = 999_999  # the largest number of a piece, a microbatch or a rank
 _N = "[0-9]{1,6}"
+_SIGNS = "".join(ops.ON_UNIT)
 _WRITTEN = {  # (piece)(kind)(microbatch or count)
     ops.MICROBATCH: re.compile(rf"({_N})([A-Za-z])({_N})"),
-    ops.UNIT: re.compile(rf"({_N})([A-Za-z])(?:#({_N}))?"),
+    ops.UNIT: re.compile(rf"({_N})([A-Za-z{_SIGNS}])(?:#({_N}))?"),
     ops.STEP: re.compile(rf"()([A-Za-z])(?:#({_N}))?"),
 }
 _TRAVELS = "".join((ops.FORWARD, *ops.PROPAGATES))
@@ -212,8 +213,30 @@ class Program:
     def replicated(self) -> bool:
         """True if gradients are reduced over shards, then over replicas (HSDP)."""
         return any(
-            op.kind == ops.REDUCE_REPLICAS for row in self.rows for op in row
+            op.kind in ops.REPLICA_SUMS for row in self.rows for op in row
         )
+
+    @cached_property
+    def exact(self) -> bool:
+        """True if gradients are added in one fixed tree: see `tree.py`."""
+        return any(op.kind == ops.ADD for row in self.rows for op in row)
+
+    def tree_op(self, kind: str, unit: int, user: int, m: int = 0) -> Op:
+        """An operation on the gradient that the piece `user` makes of a unit.
+
+        A unit that two pieces use has a tree for each, so that their place on one
+        stage or on two makes no difference. `m` is a microbatch, for an addition.
+        """
+        tree = self.users(unit).index(user)
+        each = self.microbatches if kind == ops.ADD else 1
+        return Op(kind, unit, tree * each + m)
+
+    def tree_of(self, op: Op) -> tuple[int, int]:
+        """The piece whose gradient `op` adds or sums, and the microbatch of an addition."""
+        each = self.microbatches if op.kind == ops.ADD else 1
+        tree, m = divmod(op.index, each)
+        users = self.users(op.piece)
+        return (users[tree] if tree < len(users) else -1), m
 
     def units(self, piece: int) -> tuple[int, ...]:
         """The units whose weights a piece uses: its own, and a tied one."""

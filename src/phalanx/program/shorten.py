@@ -75,7 +75,12 @@ class Short(NamedTuple):
 
 
 def shortened(program: Program) -> Short | None:
-    """The program without repeated windows; None if this saves less than a third."""
+    """The program without repeated windows; None if this saves less than a third.
+
+    A tree of sums does not repeat.
+    """
+    if program.exact:
+        return None
     # Windows of one microbatch, or of as many as stages, as in rounds of P.
     for period in dict.fromkeys((1, program.mesh.of("pp"))):
         windows = [_windows(row, period) for row in program.rows]

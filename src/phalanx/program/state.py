@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from . import ops
 from .program import Op, Program
+from .tree import add_in_tree
 
 # Reductions of one lane in flight at once. Each holds a whole gradient: without a
 # limit, a step over a slow link would hold the whole model's. Once all gradients have
@@ -88,7 +89,7 @@ class _Flow(NamedTuple):
     receives: bool = False  # it takes a message of another stage
     tokens_in: bool = False  # it takes tokens of other ranks
     tokens_out: bool = False  # its output tokens travel
-    opened: tuple[int, ...] = ()  # units whose gradient begins
+    opened: tuple[int, ...] = ()  # units of which a whole gradient begins
 
 
 class State:
@@ -154,7 +155,15 @@ class State:
         # Reductions that nothing has waited for, in order.
         self.under_way: dict[Op, None] = {}
         # Reductions whose gradient has not begun.
-        self.unbegun = sum(op.kind == ops.REDUCE for op in self.ops)
+        self.unbegun = sum(op.kind in ops.FIRST_SUMS for op in self.ops)
+        # In a step of `exact`: by unit and the piece that uses it, the microbatches
+        # that wait for their addition, and those that each sum of the tree covers.
+        self.leaves: dict[tuple[int, int], set[int]] = {}
+        self.trees: dict[tuple[int, int], list[range]] = {}
+        self.added: dict[tuple[int, int], Op] = {}  # the last additions
+        self.sums = {*ops.FIRST_SUMS} & self.has
+        copies = ops.KINDS[ops.EXCHANGE_PARTS].axes
+        self.exchanges = any(program.mesh.of(axis) > 1 for axis in copies)
         self.reduced: dict[
             int, Op
         ] = {}  # each unit's last reduction since its update
@@ -256,6 +265,12 @@ class State:
             return [*(self.open.get(unit) or none), *self._turn(op)]
         if kind == ops.REDUCE_REPLICAS:
             return [self._one_of(op, ops.REDUCE), *self._turn(op)]
+        if kind == ops.ADD:
+            return self._for_addition(op)
+        if kind == ops.EXCHANGE_PARTS:
+            return [*self._for_exchange(op), *self._turn(op)]
+        if kind == ops.SHARE_SUMS:
+            return [self._one_of(op, ops.EXCHANGE_PARTS), *self._turn(op)]
         if kind == ops.AGREE:
             # The count too: ranks also agree on the loss.
             counted = [self.counted] if self.counted else []
@@ -274,6 +289,30 @@ class State:
         if kind == ops.GATHER:
             needs += self._for_gather(op)
         return needs
+
+    def _for_addition(self, op: Op) -> Needs:
+        """The backward of the microbatch whose gradient is added."""
+        user, m = self.program.tree_of(op)
+        made = [
+            each
+            for each in self.open.get(op.piece, ())
+            if (each.piece, each.index) == (user, m)
+        ]
+        if made:
+            return [*made]
+        return [f"a gradient of microbatch {m} by piece {user} not yet added"]
+
+    def _for_exchange(self, op: Op) -> Needs:
+        """The last addition of the tree that is exchanged."""
+        user, _ = self.program.tree_of(op)
+        count = self.program.microbatches
+        tree = self.trees.get((op.piece, user), [])
+        last = self.added.get((op.piece, user))
+        if last is not None and tree == [range(count)]:
+            return [last]
+        return [
+            f"all {count} additions {Op(ops.ADD, op.piece)} of its tree before it"
+        ]
 
     def _for_gather(self, op: Op) -> Iterator[Op | str]:
         """The unit's shard on the device, and the scales of its matrices."""
@@ -308,12 +347,16 @@ class State:
     def _complete(self, unit: int) -> Op | str:
         """The operation that completes a unit's gradient over all its copies."""
         last = self.reduced.get(unit)
-        if last and not (self.program.replicated and last.kind == ops.REDUCE):
+        part = last and self.program.replicated and last.kind in ops.FIRST_SUMS
+        if last and not part:
             return last
-        over_all = (
-            ops.REDUCE_REPLICAS if self.program.replicated else ops.REDUCE
-        )
-        return f"the sum {Op(over_all, unit)} before it"
+        return f"the sum {Op(self._last_sum, unit)} before it"
+
+    @property
+    def _last_sum(self) -> str:
+        """The kind of operation that completes a gradient."""
+        kinds = ops.REPLICA_SUMS if self.program.replicated else ops.FIRST_SUMS
+        return kinds[self.program.exact]
 
     def _for_update(self, unit: int) -> Needs:
         needs: Needs = []
@@ -325,11 +368,16 @@ class State:
             )
         contributions = self.open.get(unit, [])
         # Without reductions, as on one rank, the contributions themselves are complete.
-        if ops.REDUCE not in self.has:
+        for user in self.program.users(unit):
+            if self.trees.get((unit, user)):
+                op = self.program.tree_op(ops.EXCHANGE_PARTS, unit, user)
+                needs.append(f"the sum {op} of a finished tree before it")
+        if not self.sums:
             needs += contributions or [f"a gradient of unit {unit}"]
         elif contributions:
             of = ", ".join(map(str, contributions[:2]))
-            needs.append(f"the sum {Op(ops.REDUCE, unit)} of {of} before it")
+            first = ops.FIRST_SUMS[self.program.exact]
+            needs.append(f"the sum {Op(first, unit)} of {of} before it")
         else:
             needs.append(self._complete(unit))
         return needs
@@ -508,10 +556,8 @@ class State:
         contributes = kind in ops.CONTRIBUTES
         if contributes or (kind == ops.INPUT_GRADIENT and piece):
             for unit in self.program.trained(piece):
-                if unit not in self.open:
+                if self._opens(unit, piece, m):
                     opened.append(unit)
-                    self.open[unit] = []
-                    self.unbegun -= 1
                 if contributes:
                     self.open[unit].append(op)
         return self._after(
@@ -526,6 +572,38 @@ class State:
                 tuple(opened),
             )
         )
+
+    def _opens(self, unit: int, piece: int, m: int) -> bool:
+        """True if a piece's backward begins a whole gradient of a unit."""
+        new = unit not in self.open
+        self.open.setdefault(unit, [])
+        if not self.program.exact:
+            self.unbegun -= new
+            return new
+        tree = unit, piece
+        if tree not in self.leaves:
+            self.unbegun -= 1
+        leaves = self.leaves.setdefault(tree, set())
+        if m in leaves:
+            return False
+        leaves.add(m)
+        return True
+
+    def _add(self, op: Op, end: list[Change]) -> None:
+        """Add a microbatch's gradient to its tree: each addition frees a buffer."""
+        user, m = self.program.tree_of(op)
+        tree = op.piece, user
+        self.leaves.get(tree, set()).discard(m)
+        contributions = self.open.get(op.piece, [])
+        self.open[op.piece] = [
+            other
+            for other in contributions
+            if (other.piece, other.index) != (user, m)
+        ]
+        sums = self.trees.setdefault(tree, [])
+        additions = add_in_tree(sums, m, self.program.microbatches)
+        end += [Change(WHOLE, op.piece, -1)] * additions
+        self.added[tree] = op
 
     def _after(self, flow: _Flow) -> tuple[int, int]:
         """The changes of a message or a computation, at its start and at its end."""
@@ -604,6 +682,8 @@ class State:
         elif kind == ops.DROP:
             end += [Change(ops.WEIGHTS, unit, -1)] * (unit in self.gathered)
             self.gathered.pop(unit, None)
+        elif kind == ops.ADD:
+            self._add(op, end)
         elif kind in ops.REDUCTIONS:
             self._reduce(op, start)
         elif kind == ops.COUNT:
@@ -615,7 +695,7 @@ class State:
             self.scaled[unit] = op
         # An update frees the shard; without reductions, the whole gradient.
         elif kind == ops.UPDATE:
-            if ops.REDUCE not in self.has and unit in self.open:
+            if not self.sums and unit in self.open:
                 del self.open[unit]
                 end.append(Change(WHOLE, unit, -1))
             end += [Change(PART, unit, -1)] * (unit in self.arrived)
@@ -638,19 +718,35 @@ class State:
         self.scaled.pop(op.piece, None)
 
     def _reduce(self, op: Op, start: list[Change]) -> None:
-        if op.kind == ops.REDUCE and op.piece in self.open:
+        if op.kind in ops.FIRST_SUMS and op.piece in self.open:
             start += [Change(PART, op.piece, 1)] * (not self.in_place)
-            del self.open[op.piece]
+            self._close(op, start)
         # A sum after an agreement on the norm invalidates it.
         self.under_way[op] = None
         self.reduced[op.piece], self.agreed = op, None
+
+    def _close(self, op: Op, start: list[Change]) -> None:
+        """Take a unit's gradient for its sum; the parts of other ranks need a buffer."""
+        if op.kind == ops.REDUCE:
+            del self.open[op.piece]
+            return
+        user, _ = self.program.tree_of(op)
+        self.trees.pop((op.piece, user), None)
+        self.leaves.pop((op.piece, user), None)
+        users = self.program.users(op.piece)
+        others = [self.trees.get((op.piece, other)) for other in users]
+        if not self.open[op.piece] and not any(others):
+            del self.open[op.piece]
+        start += [Change(WHOLE, op.piece, 1)] * self.exchanges
 
     def _arrive(self, op: Op) -> Iterator[Change]:
         """Complete a reduction: free the whole buffer, and add to this rank's shard."""
         del self.under_way[op]
         # With replicas the shard is complete only after the second sum.
-        last = op.kind == ops.REDUCE_REPLICAS or not self.program.replicated
-        if last if self.in_place else op.kind == ops.REDUCE:
+        last = op.kind in ops.REPLICA_SUMS or not self.program.replicated
+        if op.kind == ops.EXCHANGE_PARTS and self.exchanges:
+            yield Change(WHOLE, op.piece, -1)  # the parts that have been added
+        if last if self.in_place else op.kind in ops.FIRST_SUMS:
             yield Change(WHOLE, op.piece, -1)
         if not last:
             return

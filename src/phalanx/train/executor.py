@@ -30,6 +30,7 @@ from ..models import Router
 from ..models.experts import CHOICES
 from ..parallel import Unit
 from ..parallel.batch import count_tokens
+from ..parallel.exact import ExactUnit
 from ..parallel.experts import Choices
 from ..parallel.local import LocalModel
 from ..parallel.own_loss import BY_TARGETS, METRICS, Measure
@@ -42,6 +43,7 @@ from ..program.state import INPUT, State, restarts
 from .device_progress import DeviceProgress
 from .optimizer import Optimizer, Scale, Update
 from .precision import LossScale
+from .totals import totals_of
 
 Batch = Mapping[str, Tensor]
 Key = tuple[int, int]  # a piece and a microbatch
@@ -49,7 +51,6 @@ Key = tuple[int, int]  # a piece and a microbatch
 _USES_BATCH = {ops.FORWARD, *ops.RECOMPUTES, *ops.PROPAGATES}
 # dtypes whose sums are accumulated in float32
 WIDE = dict.fromkeys(HALVES, torch.float32)
-_SHORT = 1024  # elements of a run whose norm is computed in float32
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Executor:
             piece.loss_router for piece in local.pieces.values()
         )
         self.clip, self.scaling = clip, scaling
+        self.totals = totals_of(local)
         self.clock = clock_of(local.pool.device)
         self.places = {op: place for place, op in enumerate(self.row)}
         # Set for a GPU that is watched: only its events come later than the host.
@@ -158,6 +160,8 @@ class Executor:
             ops.TIE: self._tie, ops.AGREE: self._agree,
             ops.REDUCE_REPLICAS: partial(self._of_trained, methodcaller("reduce_replicas")),
             ops.SUM_PARTS: partial(self._of_trained, methodcaller("sum_parts")),
+            ops.ADD: self._add, ops.EXCHANGE_PARTS: self._exchange_parts,
+            ops.SHARE_SUMS: partial(self._of_trained, methodcaller("share_sums")),
             ops.UPDATE: self._update, ops.SEND: self._send, ops.RECEIVE: self._receive,
             ops.OFFLOAD: self._leave, ops.RELOAD: self._come_back, ops.LOAD: self._load,
             ops.TO_OWNERS: self._to_owners, ops.FROM_OWNERS: self._from_owners,
@@ -174,6 +178,7 @@ class Executor:
                 f" and matrices of the units {sorted(scaled)} travel in 8 bits."
                 " Build it for this layout."
             )
+        _refuse_other_sums(local, program)
         # The program has to fit the layout: a sum that is missing would go
         # unnoticed.
         for number in {op.piece for op in self.row if op.kind == ops.REDUCE}:
@@ -238,6 +243,7 @@ class Executor:
             int, Tensor
         ] = {}  # of microbatches, until their backward
         self.metrics = number(0.0).expand(len(self.measure.metrics)).clone()
+        self.totals.begin(len(batches), 1 + len(self.measure.metrics))
         # all tokens, with or without a target: the divisor of routers' losses
         self.tokens = number(1.0)
         self.norm: Tensor | None = None
@@ -448,13 +454,14 @@ class Executor:
         # Valid targets, and all tokens where routers have losses.
         kinds = [self.measure.count] + [count_tokens] * self.has_losses
         every = [torch.stack([*map(kind, self.batches)]) for kind in kinds]
-        total = torch.stack(every).sum(1, dtype=torch.float64)
+        sums = self.totals.counts(torch.stack(every))
 
         def counted() -> None:
+            total = self.totals.counted(sums, len(kinds))
             self.count, self.tokens = total[:1], total[1:]
 
         return ChainedWork(
-            self.local.groups.count.all_reduce(total, wait=False), counted
+            self.local.groups.count.all_reduce(sums, wait=False), counted
         )
 
     def _agree(self, op: Op) -> Work:
@@ -467,18 +474,22 @@ class Executor:
             n: u for n, u in self.local.units.items() if host[u.piece] == stage
         }
         self.norms = {
-            n: _norms(u) for n, u in home.items() if u.groups.replica.rank == 0
+            n: self.totals.squares(u)
+            for n, u in home.items()
+            if u.groups.replica.rank == 0
         }
-        own = sum_of_squares(self.norms.values(), self.loss.device).view(1)
+        losses = torch.cat((self.loss, self.metrics))
+        own = self.totals.own(self.norms.values(), losses)
         # Rides with the norm, so that stopping needs no message of its own.
         wants = torch.full_like(self.loss, float(self.wants_to_stop()))
-        sums = torch.cat((own, self.loss, wants, self.metrics))
+        sums = torch.cat((wants, own))
 
         def agreed() -> None:
             # Gradients carry the loss scale, which the norm must not.
-            self.norm = sums[:1].sqrt() / self._loss_scale
-            self._use_sums(sums[1:3])
-            self.metrics = sums[3:] / self._divisor
+            squares, losses = self.totals.agreed(sums[1:])
+            self.norm = squares.sqrt() / self._loss_scale
+            self._use_sums(torch.cat((losses[:1], sums[:1])))
+            self.metrics = losses[1:] / self._divisor
             self.scale = Scale.of(self.norm, self.clip, self._loss_scale)
 
         return ChainedWork(
@@ -537,9 +548,10 @@ class Executor:
             if self.trains:  # its value may be there only after the backward
                 self.losses[m] = out["x"]
             else:
-                self._add_loss(out["x"])
+                self._take_loss(m, out["x"])
             if METRICS in out and self.local.groups.tp.rank == 0:
                 self.metrics += out[METRICS]
+                self.totals.record(m, 1, out[METRICS])
         # The head's output is the loss; others go to the next piece.
         else:
             self._pass_on(ops.FORWARD, p, p + 1, m, out)
@@ -549,6 +561,12 @@ class Executor:
         # Every tp rank computes the same loss; count it once.
         if self.local.groups.tp.rank == 0:
             self.loss += y
+
+    def _take_loss(self, microbatch: int, y: Tensor) -> None:
+        """Add a microbatch's loss, whose value is there now."""
+        self._add_loss(y)
+        if self.local.groups.tp.rank == 0:
+            self.totals.record(microbatch, 0, y.view(1))
 
     def _recompute(self, op: Op) -> None:
         p, m = op.piece, op.index
@@ -580,7 +598,7 @@ class Executor:
             m, gradients
         )
         if piece.last:
-            self._add_loss(self.losses.pop(m))
+            self._take_loss(m, self.losses.pop(m))
         if not piece.first:
             self._pass_on(ops.BACKWARD, p, p - 1, m, into)
 
@@ -731,6 +749,20 @@ class Executor:
 
     def _reduce(self, op: Op) -> Work:
         return self._of_trained(methodcaller("reduce"), op)
+
+    def _add(self, op: Op) -> None:
+        user, m = self.program.tree_of(op)
+        for unit in self._exact_units(op):
+            unit.add(user, m, self.program.microbatches)
+
+    def _exchange_parts(self, op: Op) -> Work:
+        user, _ = self.program.tree_of(op)
+        units = self._exact_units(op)
+        return WorkGroup([unit.exchange_parts(user) for unit in units])
+
+    def _exact_units(self, op: Op) -> list[ExactUnit]:
+        trained = self.local.of_piece(op.piece, trained=True)
+        return [unit for unit in trained if isinstance(unit, ExactUnit)]
 
     def _of_trained(self, call: Callable[[Unit], Work], op: Op) -> Work:
         return WorkGroup(
@@ -886,32 +918,17 @@ def _result_fields(read: Mapping[str, float]) -> dict[str, Any]:
     return {**fields, "metrics": metrics}
 
 
-def _norms(unit: Unit) -> Tensor:
-    """Return the norms of short runs of the gradient elements that this rank counts.
-
-    A fused kernel computes them in float32, and their squares are summed in float64.
-    That needs no wide copy of the gradient; the error is 1e-9, against 1e-4 of one
-    float32 sum over 4M elements.
-    """
-    wide = torch.promote_types(unit.precision.reduce, torch.float32)
-    # An empty tensor, so that `cat` has at least one.
-    norms = [torch.empty(0, dtype=wide, device=unit.pool.device)]
-    for x in unit.counted():
-        if not x.numel():
-            continue
-        parts = [x]  # the rows of a matrix are short enough
-        if x.dim() < 2 and x.numel() <= _SHORT:
-            parts = [x.view(1, -1)]
-        elif x.dim() < 2:
-            # Rows of `_SHORT` elements, and the rest.
-            whole = x.numel() // _SHORT * _SHORT
-            parts = [x[:whole].view(-1, _SHORT)]
-            if whole < x.numel():
-                parts.append(x[whole:].view(1, -1))
-        for part in parts:
-            norm = torch.linalg.vector_norm(part, dim=-1, dtype=wide)
-            norms.append(norm if norm.dim() == 1 else norm.flatten())
-    return torch.cat(norms)
+def _refuse_other_sums(local: LocalModel, program: Program) -> None:
+    """Raise if a program adds gradients in the tree and the units do not, or reverse."""
+    exact = any(isinstance(unit, ExactUnit) for unit in local.units.values())
+    trains = any(
+        op.kind in ops.FIRST_SUMS for row in program.rows for op in row
+    )
+    if trains and exact != program.exact:
+        raise ProgramError(
+            f"the program has {'' if program.exact else 'no '}sums in a tree ({ops.ADD});"
+            f" the layout is {'' if exact else 'not '}exact. Build it for this layout."
+        )
 
 
 def _first_waiting(
@@ -924,13 +941,6 @@ def _first_waiting(
         return at, passed
     its, more = other()
     return max(at, its), passed + more
-
-
-def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squared norms in float64, in which squares of float32 norms are
-    exact."""
-    none = torch.empty(0, device=device)
-    return torch.cat((none, *norms)).double().square_().sum()
 
 
 class StepClock:

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..comm import CommError, World
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import FP64, THREADS
+from ..layout.exact import COVERED
 from ..layout.families import hub_config
 from ..layout.journal import read_journal
 from ..layout.proportions import (
@@ -208,7 +209,8 @@ def resumed_layout(layout: Layout) -> Layout:
 
 def _computing(layout: Layout, precision: str, matmul: str) -> Layout:
     """Return the layout in another precision."""
-    return replace(layout, precision=precision, matmul=matmul)
+    exact = layout.exact and precision in COVERED
+    return replace(layout, precision=precision, matmul=matmul, exact=exact)
 
 
 def verify_run(

@@ -103,6 +103,10 @@ class Part(NamedTuple):
         return [*gradient, ("weight", self.weight)]
 
 
+# parts of a unit's gradient, by their places in its shard
+Gradients = dict[int, Tensor]
+# one microbatch's gradients of weights, by weight, piece and microbatch of the step
+Leaves = dict[tuple[str, int, int], Tensor]
 # tokens of a piece's output, and one number (or the experts) for each of them
 Output = tuple[Tensor, Tensor]
 
@@ -121,6 +125,8 @@ class Seen:
     scales: list[float] = field(default_factory=list)
     outputs: list[dict[str, list[Output]]] = field(default_factory=list)
     routes: list[dict[str, list[Output]]] = field(default_factory=list)
+    # of a layout of `exact`, before they are added
+    leaves: list[Leaves] = field(default_factory=list)
     # of the batch, in tokens or rows
     sizes: list[tuple[int, ...]] = field(default_factory=list)
     # 16-bit results that should be wider, see `wide.py`
@@ -135,9 +141,12 @@ class _Recorder:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self.seen: dict[int, Tensor] = {}
+        self.seen: dict[int, Gradients] = {}
         self.plain = executor.handlers[ops.UPDATE]
         executor.handlers[ops.UPDATE] = self._update
+        self.leaves: Leaves = {}
+        self.add = executor.handlers[ops.ADD]
+        executor.handlers[ops.ADD] = self._add
 
     def _update(self, op: Op) -> Work | None:
         executor = self.executor
@@ -147,15 +156,22 @@ class _Recorder:
                     slice(e.offset, e.offset + e.stop - e.start)
                     for e in unit.entries()
                 ]
-                # A piece may have no weights. With offload:optimizer only the gradients
-                # are on the host.
-                flat = (
-                    torch.cat([*unit.gradients(runs)])
-                    if runs
-                    else unit.home[:0]
-                )
-                self.seen[number] = flat.detach() / executor._loss_scale
+                parts = unit.gradients(runs)
+                self.seen[number] = {
+                    run.start: part.detach() / executor._loss_scale
+                    for run, part in zip(runs, parts, strict=True)
+                }
         return self.plain(op)
+
+    def _add(self, op: Op) -> Work | None:
+        executor = self.executor
+        local, program = executor.local, executor.program
+        user, m = program.tree_of(op)
+        first = local.coordinates["data"] * program.microbatches
+        for unit in executor._exact_units(op):
+            for name, gradient in unit.leaf(user, m).items():
+                self.leaves[name, user, first + m] = gradient.cpu().clone()
+        return self.add(op)
 
 
 class _Tracer:
@@ -409,6 +425,8 @@ class Observed:
         seen.norms.append(result.norm)
         seen.logged.append(result.total)
         self.tracer.take(seen)
+        seen.leaves.append(self.recorder.leaves)
+        self.recorder.leaves = {}
         seen.parts += _parts(self.local, self.recorder.seen, step)
         seen.timeline = result.timeline
 
@@ -445,7 +463,7 @@ def token_numbers(batch: Batch) -> Tensor:
 
 
 def _parts(
-    local: LocalModel, gradients: Mapping[int, Tensor], step: int
+    local: LocalModel, gradients: Mapping[int, Gradients], step: int
 ) -> Iterable[Part]:
     for unit in local.every_unit:
         gradient, home = (
@@ -455,7 +473,7 @@ def _parts(
         for entry in unit.entries():
             # The elements of the rank's flat shard that belong to this weight.
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
-            part = None if gradient is None else gradient[run].cpu()
+            part = None if gradient is None else gradient[run.start].cpu()
             yield Part(step, entry, part, home[run].detach().cpu().clone())
 
 

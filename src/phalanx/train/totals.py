@@ -1,0 +1,208 @@
+"""Sums over all ranks of a step's counts, losses and squared gradients.
+
+Ordinary ones are added in the order of arrival. Those of an `exact` layout have the same
+bits in every layout: each microbatch's number travels in a slot of its own, to which all
+other ranks add zero, and then each rank adds the slots in the tree. Squares of a gradient
+are split into whole numbers, whose sums have no rounding, so their order does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..parallel import Unit
+from ..parallel.local import LocalModel
+
+_SHORT = 1024  # elements of a run whose norm is computed in float32
+_EXPONENTS = 256  # of float32
+_MANTISSA, _BIAS = (
+    23,
+    150,
+)  # bits; a number is mantissa * 2 ** (exponent - 150)
+# A square of a mantissa has 48 bits. Its thirds are added in float64, which has 53: so
+# many numbers may have one exponent.
+_LIMB, _LIMBS = 16, 3
+_CHUNK = 1 << 20  # elements whose squares are computed at once
+
+
+class Totals:
+    """Sums over ranks in the order of arrival."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def begin(self, microbatches: int, losses: int) -> None:
+        """Start a step with so many microbatches, and values of each one's loss.
+
+        The first value is the loss itself, the others are its metrics.
+        """
+
+    def record(self, microbatch: int, first: int, values: Tensor) -> None:
+        """Note values of a microbatch's loss, from the first of them on."""
+
+    def counts(self, each: Tensor) -> Tensor:
+        """The numbers to reduce for counts (kind, microbatch)."""
+        return each.sum(1, dtype=torch.float64)
+
+    def counted(self, reduced: Tensor, kinds: int) -> Tensor:
+        """The count of each kind, from the reduced numbers."""
+        return reduced
+
+    def squares(self, unit: Unit) -> Tensor:
+        """Numbers of a unit's gradient that are finite only if all its elements are."""
+        return norms_of(unit)
+
+    def own(self, squares: Iterable[Tensor], losses: Tensor) -> Tensor:
+        """The numbers to reduce: the squares of all units, then the losses."""
+        total = sum_of_squares(squares, self.device).view(1)
+        return torch.cat((total, losses))
+
+    def agreed(self, reduced: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of squares and the losses, from the reduced numbers."""
+        return reduced[:1], reduced[1:]
+
+
+class ExactTotals(Totals):
+    """Sums over ranks that have the same bits in every layout."""
+
+    def __init__(self, device: torch.device, ranks: int, rank: int) -> None:
+        """`rank` of `ranks` with sequences of their own."""
+        super().__init__(device)
+        self.ranks, self.rank = ranks, rank
+
+    def begin(self, microbatches: int, losses: int) -> None:
+        size = losses, microbatches
+        self.losses = torch.zeros(
+            size, dtype=torch.float64, device=self.device
+        )
+
+    def record(self, microbatch: int, first: int, values: Tensor) -> None:
+        stop = first + len(values)
+        self.losses[first:stop, microbatch] = values
+
+    def counts(self, each: Tensor) -> Tensor:
+        return self._in_slots(each)
+
+    def counted(self, reduced: Tensor, kinds: int) -> Tensor:
+        return sum_in_tree(reduced.view(kinds, -1))
+
+    def squares(self, unit: Unit) -> Tensor:
+        found = torch.zeros(
+            _LIMBS, _EXPONENTS, dtype=torch.float64, device=self.device
+        )
+        for run in unit.counted():
+            chunks = max(1, -(-run.numel() // _CHUNK))
+            for chunk in run.view(-1).tensor_split(chunks):
+                found += squares_by_exponent(chunk)
+        # infinity and NaN have the last exponent
+        last = found[:, -1]
+        last.copy_(torch.where(last > 0, torch.inf, last))
+        return found
+
+    def own(self, squares: Iterable[Tensor], losses: Tensor) -> Tensor:
+        size = _LIMBS, _EXPONENTS
+        total = torch.zeros(size, dtype=torch.float64, device=self.device)
+        for each in squares:
+            total += each
+        return torch.cat((total.view(-1), self._in_slots(self.losses)))
+
+    def agreed(self, reduced: Tensor) -> tuple[Tensor, Tensor]:
+        size = _LIMBS * _EXPONENTS
+        squares, losses = reduced[:size], reduced[size:]
+        slots = losses.view(self.losses.shape[0], -1)
+        return sum_of_limbs(squares).view(1), sum_in_tree(slots)
+
+    def _in_slots(self, own: Tensor) -> Tensor:
+        """Own numbers (kind, microbatch) among those of all ranks, flattened."""
+        kinds, count = own.shape
+        size = kinds, self.ranks, count
+        every = torch.zeros(size, dtype=torch.float64, device=self.device)
+        every[:, self.rank] = own
+        return every.view(-1)
+
+
+def totals_of(local: LocalModel) -> Totals:
+    """The sums over ranks of a rank's part of a model."""
+    device, ranks = local.pool.device, local.exact_data
+    if not ranks:
+        return Totals(device)
+    return ExactTotals(device, ranks, local.coordinates["data"])
+
+
+def sum_in_tree(x: Tensor) -> Tensor:
+    """The sums over the last dim of x, in the order of `program/tree.py`."""
+    while x.shape[-1] > 1:
+        even = x.shape[-1] // 2 * 2
+        pairs = x[..., 0:even:2] + x[..., 1:even:2]
+        x = torch.cat((pairs, x[..., even:]), -1)
+    return x[..., 0]
+
+
+def squares_by_exponent(x: Tensor) -> Tensor:
+    """The squares of a flat float32 tensor, as sums of whole numbers.
+
+    Row i has a sum for each exponent of x: that of bits 16 i to 16 i + 15 of the
+    squared mantissas.
+    """
+    bits = x.contiguous().view(torch.int32)
+    exponent = (bits >> _MANTISSA) & (_EXPONENTS - 1)
+    mantissa = (bits & ((1 << _MANTISSA) - 1)).long()
+    # All but the smallest numbers have a leading bit that is not stored.
+    mantissa += (exponent > 0).long() << _MANTISSA
+    square = mantissa * mantissa
+    rows = []
+    for limb in range(_LIMBS):
+        part = (square >> (_LIMB * limb)) & ((1 << _LIMB) - 1)
+        rows.append(
+            torch.bincount(exponent, part.double(), minlength=_EXPONENTS)
+        )
+    return torch.stack(rows)
+
+
+def sum_of_limbs(limbs: Tensor) -> Tensor:
+    """The sum of squares from the sums of `squares_by_exponent`, in float64."""
+    device = limbs.device
+    exponents = torch.arange(_EXPONENTS, dtype=torch.float64, device=device)
+    places = torch.arange(_LIMBS, dtype=torch.float64, device=device) * _LIMB
+    # The smallest numbers have the exponent of the next larger ones.
+    scales = 2.0 * (exponents.clamp(min=1.0) - _BIAS)
+    powers = torch.exp2(places.view(-1, 1) + scales)
+    return sum_in_tree((limbs.view(_LIMBS, _EXPONENTS) * powers).view(-1))
+
+
+def norms_of(unit: Unit) -> Tensor:
+    """Return the norms of short runs of the gradient elements that this rank counts.
+
+    A fused kernel computes them in float32, and their squares are summed in float64.
+    That needs no wide copy of the gradient; the error is 1e-9, against 1e-4 of one
+    float32 sum over 4M elements.
+    """
+    wide = torch.promote_types(unit.precision.reduce, torch.float32)
+    # An empty tensor, so that `cat` has at least one.
+    norms = [torch.empty(0, dtype=wide, device=unit.pool.device)]
+    for x in unit.counted():
+        if not x.numel():
+            continue
+        parts: Sequence[Tensor] = [x]  # the rows of a matrix are short enough
+        if x.dim() < 2 and x.numel() <= _SHORT:
+            parts = [x.view(1, -1)]
+        elif x.dim() < 2:
+            # Rows of `_SHORT` elements, and the rest.
+            whole = x.numel() // _SHORT * _SHORT
+            parts = [x[:whole].view(-1, _SHORT)]
+            if whole < x.numel():
+                parts = [*parts, x[whole:].view(1, -1)]
+        for part in parts:
+            norm = torch.linalg.vector_norm(part, dim=-1, dtype=wide)
+            norms.append(norm if norm.dim() == 1 else norm.flatten())
+    return torch.cat(norms)
+
+
+def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squared norms in float64, in which squares of float32 norms are
+    exact."""
+    none = torch.empty(0, device=device)
+    return torch.cat((none, *norms)).double().square_().sum()

@@ -1,0 +1,255 @@
+"""Compares the bits of layouts of `exact` with those of one process.
+
+One process runs the same microbatches, one after the other, and adds them in the same
+tree. Nothing has a tolerance: the first value with other bits is named, in the order of a
+step, with its microbatch and the operation that makes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from ..comm.launch import Runner
+from ..layout import Layout, Shape
+from ..layout.choices import ACCUM, BF16, FP32, THREADS
+from ..layout.exact import exact_batch
+from ..layout.mesh import Mesh
+from ..parallel import Model, build_model, refuse_unfit
+from ..program import Op, Program, ProgramError, ops
+from ..train.precision import precision_of
+from .cases import trial_batch
+from .claims import false_claim
+from .reference import Trace, TracedStep
+from .trial import Leaves, Seen, Setting, join, program_in, train_layout
+from .verify import OPTIMIZERS, Verdict, failed, worlds_over, wrong_transport
+
+PRECISIONS = (FP32, BF16)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Everything that is compared of a layout's steps."""
+
+    program: Program
+    trace: Trace
+    leaves: tuple[Leaves, ...]  # of each step
+    microbatches: int  # of all ranks
+
+    @classmethod
+    def of(
+        cls, layout: Layout, program: Program, seen: Sequence[Seen], steps: int
+    ) -> Bits:
+        leaves: list[Leaves] = [{} for _ in range(steps)]
+        for rank in seen:
+            for step, own in enumerate(rank.leaves):
+                # Ranks of one stage of a pipeline have the same leaves only if they
+                # are of the same microbatch, which no two ranks compute.
+                leaves[step] |= own
+        count = layout.data * layout.microbatches
+        return cls(program, join(seen, steps), tuple(leaves), count)
+
+
+def verify_exact(
+    shape: Shape,
+    layouts: Iterable[Layout],
+    *,
+    precisions: Sequence[str] = PRECISIONS,
+    backend: str = THREADS,
+    steps: int = 3,
+    seed: int = 0,
+    packed: bool = False,
+    dropout: float = 0.0,
+    optimizer: str = "adamw",
+    make: Callable[[], Model] | None = None,
+) -> Iterator[Verdict]:
+    """Yield a verdict for each layout in each precision, as it is made."""
+    make = make or partial(build_model, shape, dropout=dropout)
+    chosen = [
+        replace(x, precision=name, exact=True)
+        for x in layouts
+        for name in precisions
+    ]
+    for layout in chosen:
+        refuse_unfit(make(), layout)
+
+    @cache
+    def setting_of(microbatches: int, name: str) -> Setting:
+        precision = precision_of(name)
+        batch = exact_batch(one_process(microbatches, name))
+        sized = replace(shape, batch=batch)
+        batches = partial(
+            trial_batch,
+            sized,
+            seed=seed,
+            dtype=precision.compute,
+            packed=packed,
+            noisy=dropout > 0,
+        )
+        return Setting(
+            batches,
+            steps=steps,
+            precision=precision,
+            seed=seed,
+            optimizer=OPTIMIZERS[optimizer],
+        )
+
+    @cache
+    def alone(microbatches: int, name: str) -> Bits:
+        one = one_process(microbatches, name)
+        setting = setting_of(microbatches, name)
+        with worlds_over(THREADS)(1) as run:
+            return _bits(run, one, make, setting)
+
+    by_size: dict[int, list[Layout]] = {}
+    for layout in chosen:
+        by_size.setdefault(layout.ranks, []).append(layout)
+    for size, group in sorted(by_size.items()):
+        with worlds_over(backend)(size) as run:
+            wrong = wrong_transport(size, run)
+            for layout in group:
+                terms = layout.data * layout.microbatches, layout.precision
+                setting = setting_of(*terms)
+                yield (
+                    _verdict(layout, wrong)
+                    if wrong
+                    else _compared(run, layout, make, setting, alone(*terms))
+                )
+
+
+def one_process(microbatches: int, precision: str) -> Layout:
+    """The layout of one process that runs so many microbatches."""
+    return Layout(
+        Mesh(),
+        schedule=ACCUM,
+        microbatches=microbatches,
+        precision=precision,
+        exact=True,
+    )
+
+
+def _verdict(layout: Layout, wrong: str) -> Verdict:
+    error = math.inf if wrong else 0.0
+    return Verdict(str(layout), layout.ranks, not wrong, error, wrong)
+
+
+def _bits(
+    run: Runner, layout: Layout, make: Callable[[], Model], setting: Setting
+) -> Bits:
+    program = program_in(layout, make, setting)
+    if wrong := false_claim(layout, program, None):
+        raise ProgramError(wrong)
+    seen = run(train_layout, layout, program, make, setting)
+    return Bits.of(layout, program, seen, setting.steps)
+
+
+def _compared(
+    run: Runner,
+    layout: Layout,
+    make: Callable[[], Model],
+    setting: Setting,
+    truth: Bits,
+) -> Verdict:
+    try:
+        got = _bits(run, layout, make, setting)
+    # any error of the engine is this layout's verdict
+    except Exception as error:
+        return failed(layout, error)
+    names = [name for name, _ in make().pieces]
+    return _verdict(layout, next(differences(got, truth, names), ""))
+
+
+def differences(got: Bits, truth: Bits, names: Sequence[str]) -> Iterator[str]:
+    """Yield every value with other bits, in the order of a step."""
+    for name, weight in truth.trace.start.items():
+        if not same_bits(weight, got.trace.start[name]):
+            yield f"before the first step {name} starts with other bits"
+    steps = zip(got.trace.steps, truth.trace.steps, strict=True)
+    for number, (mine, known) in enumerate(steps):
+        leaves = got.leaves[number], truth.leaves[number]
+        for found in (
+            *_outputs(got, mine, known, names),
+            *_scalar("the mean loss", got, mine.logged, known.logged),
+            *_leaves(got, *leaves),
+            *_sums(got, mine, known),
+            *_scalar("the gradient norm", got, mine.norm, known.norm),
+            *_weights(got, mine, known),
+            *map(str, mine.mismatches),
+        ):
+            yield f"step {number}: {found}"
+    if got.trace.validation != truth.trace.validation:
+        yield (
+            f"the validation loss is {got.trace.validation!r}, on one process"
+            f" {truth.trace.validation!r}"
+        )
+    yield from got.trace.breaches
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare the bits of two tensors; zeros of different sign differ."""
+    bits = _BITS[a.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
+
+
+def _at(got: Bits, kind: str, piece: int, microbatch: int) -> str:
+    """The operation of a microbatch, and the rank of dp that runs it."""
+    own = got.program.microbatches
+    rank, m = divmod(microbatch, own)
+    op = Op(kind, piece, m)
+    over = f" of dp rank {rank}" if got.microbatches > own else ""
+    return f"microbatch {microbatch} ({op}{over})"
+
+
+def _outputs(
+    got: Bits, mine: TracedStep, known: TracedStep, names: Sequence[str]
+) -> Iterator[str]:
+    for piece, name in enumerate(names):
+        if name not in known.outputs:
+            continue
+        here, there = mine.outputs[name], known.outputs[name]
+        rows = here.shape[0] // got.microbatches
+        for m in range(got.microbatches):
+            part = slice(m * rows, (m + 1) * rows)
+            if not same_bits(
+                here[part].contiguous(), there[part].contiguous()
+            ):
+                yield f"the output of {name} for {_at(got, ops.FORWARD, piece, m)}"
+
+
+def _leaves(got: Bits, mine: Leaves, known: Leaves) -> Iterator[str]:
+    kinds = {op.kind for row in got.program.rows for op in row}
+    whole = ops.BACKWARD in kinds
+    kind = ops.BACKWARD if whole else ops.WEIGHT_GRADIENT
+    order = sorted(known, key=lambda leaf: (leaf[2], -leaf[1]))
+    for name, piece, m in order:
+        there = known[name, piece, m]
+        here = mine.get((name, piece, m))
+        if here is None:
+            yield f"{_at(got, kind, piece, m)} adds no gradient of {name}"
+        elif not same_bits(here, there):
+            yield f"the gradient of {name} from {_at(got, kind, piece, m)}"
+
+
+def _sums(got: Bits, mine: TracedStep, known: TracedStep) -> Iterator[str]:
+    kinds = ops.ADD, ops.EXCHANGE_PARTS
+    for name, there in known.gradients.items():
+        if not same_bits(mine.gradients[name], there):
+            text = " or ".join(kinds)
+            yield f"the sum of the gradient of {name} over microbatches ({text})"
+
+
+def _weights(got: Bits, mine: TracedStep, known: TracedStep) -> Iterator[str]:
+    for name, there in known.weights.items():
+        if not same_bits(mine.weights[name], there):
+            yield f"{name} after its update ({ops.UPDATE})"
+
+
+def _scalar(what: str, got: Bits, mine: float, known: float) -> Iterator[str]:
+    if mine != known and not (math.isnan(mine) and math.isnan(known)):
+        yield f"{what} is {mine!r}, on one process {known!r} ({ops.AGREE})"

@@ -1,0 +1,172 @@
+"""Layouts of `exact` have the bits of one process, and a difference of a bit is named."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.comm import Work
+from phalanx.layout import Layout
+from phalanx.layout.cases import SHAPES, covering, exact_layouts
+from phalanx.layout.choices import BF16, FP32
+from phalanx.parallel import exact as units
+from phalanx.parallel.exact import ExactUnit
+from phalanx.train import totals
+from phalanx.train.totals import (
+    ExactTotals,
+    squares_by_exponent,
+    sum_in_tree,
+    sum_of_limbs,
+)
+from phalanx.verify.exact import verify_exact
+
+FEW = {
+    "gqa": "dp2x2 zero3 accum:2 exact; pp2 zb-v:4 zero1 exact",
+    "gpt": "dp3 pp2 zb-h1:2 zero2 recompute:all exact",
+}
+
+
+def differences(
+    model: str, text: str, *precisions: str, **terms: Any
+) -> list[str]:
+    layouts = Layout.parse_many(text)
+    verdicts = verify_exact(
+        SHAPES[model], layouts, precisions=precisions, **terms
+    )
+    return [v.first_difference for v in verdicts if not v.passed]
+
+
+@pytest.mark.parametrize("model", FEW)
+def test_layouts_have_the_bits_of_one_process(model: str) -> None:
+    assert not differences(model, FEW[model], FP32)
+
+
+def test_bfloat16_with_float32_weights_has_them_too() -> None:
+    assert not differences("gpt", "dp2 pp2 1f1b:2 zero1 exact", BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [FP32, BF16])
+@pytest.mark.parametrize("model", ["gqa", "gpt"])
+def test_every_two_choices_have_the_bits_of_one_process(
+    model: str, precision: str
+) -> None:
+    layouts = covering(exact_layouts(SHAPES[model], 4), 60)
+    assert len(layouts) >= 60
+    verdicts = verify_exact(SHAPES[model], layouts, precisions=[precision])
+    assert not [v for v in verdicts if not v.passed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["dp4x4 zero2 exact", "dp4 pp4 1f1b:4 exact"])
+def test_sixteen_ranks_have_the_bits_of_one_process(text: str) -> None:
+    assert not differences("gqa", text, FP32, BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_processes_have_the_bits_of_one_process(backend: str) -> None:
+    text = "dp2x2 zero3 accum:2 exact; dp2 pp2 1f1b:2 exact; dp4 exact"
+    assert not differences("gqa", text, FP32, BF16, backend=backend)
+
+
+# ---- differences of bits
+
+
+def in_order_of_arrival(count: int) -> Iterator[tuple[int, int]]:
+    return ((0, term) for term in range(1, count))
+
+
+def test_another_order_over_ranks_is_named_as_a_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(units, "merges", in_order_of_arrival)
+    (found,) = differences("gqa", "dp4 zero1 exact", FP32)
+    assert found.startswith("step 0: the sum of the gradient of ")
+    assert "(^ or X)" in found
+
+
+def test_a_gradient_of_one_microbatch_is_named_with_its_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leaf = ExactUnit.leaf
+
+    def other(self: ExactUnit, user: int, m: int) -> dict[str, torch.Tensor]:
+        found = leaf(self, user, m)
+        if self.copies.rank == 1 and m == 1 and user == 2:
+            name = next(n for n in found if n.endswith("wq.weight"))
+            bits = found[name].view(-1)[:1].view(torch.int32)
+            bits ^= 1
+        return found
+
+    monkeypatch.setattr(ExactUnit, "leaf", other)
+    (found,) = differences("gqa", "dp2 accum:2 exact", BF16)
+    assert found == (
+        "step 0: the gradient of layers.1.attn.wq.weight from microbatch 3"
+        " (2B1 of dp rank 1)"
+    )
+
+
+def test_a_norm_in_the_order_of_arrival_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def squares(self: ExactTotals, unit: Any) -> torch.Tensor:
+        total = torch.zeros(3, 256, dtype=torch.float64)
+        norm = sum(float(run.norm()) ** 2 for run in unit.counted())
+        total[0, 150] = norm
+        return total
+
+    monkeypatch.setattr(totals.ExactTotals, "squares", squares)
+    (found,) = differences("gqa", "dp2 zero1 exact", FP32)
+    assert found.startswith("step 0: the gradient norm is ")
+
+
+def test_a_part_that_is_not_shared_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def share_sums(self: ExactUnit) -> Work:
+        shard = self.parts.pop(0)
+        self.summed(shard, shard)
+        return Work()
+
+    monkeypatch.setattr(ExactUnit, "share_sums", share_sums)
+    assert differences("gqa", "dp2 exact", FP32)
+
+
+# ---- sums of numbers
+
+
+def test_squares_are_summed_without_rounding_in_any_order() -> None:
+    """Against whole numbers of Python: every float32 is one, times a power of two."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, generator=draw) * 10.0 ** torch.randint(
+        -42, 18, (2000,), generator=draw
+    )
+    x[:3] = torch.tensor([0.0, -0.0, 1e-45])
+    exact = sum(int(v * 2.0**149) ** 2 for v in x.double().tolist())
+    parts = [squares_by_exponent(part) for part in x.split(7)]
+    shuffled = squares_by_exponent(x[torch.randperm(2000, generator=draw)])
+    assert torch.equal(sum(parts[1:], parts[0]), shuffled)
+    relative = float(sum_of_limbs(shuffled)) / (exact / 2**298) - 1.0
+    assert abs(relative) < 1e-15
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_makes_the_norm_so(value: float) -> None:
+    class One:
+        def counted(self) -> Sequence[torch.Tensor]:
+            return [torch.tensor([1.0, value, 2.0])]
+
+    totals = ExactTotals(torch.device("cpu"), ranks=1, rank=0)
+    totals.begin(1, 1)
+    unit: Any = One()
+    reduced = totals.own([totals.squares(unit)], torch.zeros(1))
+    squares, _ = totals.agreed(reduced)
+    assert not squares.isfinite().any()
+
+
+def test_slots_are_added_in_the_tree() -> None:
+    terms = torch.tensor([1.0, 2.0**-53, 2.0**-53, 3.0, 5.0]).double()
+    expected = ((terms[0] + terms[1]) + (terms[2] + terms[3])) + terms[4]
+    assert sum_in_tree(terms) == expected
