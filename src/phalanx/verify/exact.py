@@ -70,7 +70,8 @@ def verify_exact(
     make: Callable[[], Model] | None = None,
 ) -> Iterator[Verdict]:
     """Yield a verdict for each layout in each precision, as it is made."""
-    make = make or partial(build_model, shape, dropout=dropout)
+    shape = replace(shape, dropout=dropout)
+    make = make or partial(build_model, shape)
     chosen = [
         replace(x, precision=name, exact=True)
         for x in layouts
