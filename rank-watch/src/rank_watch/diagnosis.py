@@ -139,10 +139,10 @@ def _headline(
     )
     longest = f"longest operation {limits.longest:.1f} s"
     if any(r.on_device for r in live):
+        # Both terms of the limit, so that a reader can choose a better
+        # timeout.
         longest = (
             f"longest time without progress of a GPU {limits.device:.1f} s"
-            # Both terms of the limit, so that a reader can choose a better
-            # timeout.
         )
     terms = f"timeout {limits.timeout:g} s, {longest}"
     return f"the run hangs at step {step + 1}: no progress for {idle:.0f} s ({terms})"

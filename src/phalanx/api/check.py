@@ -302,10 +302,10 @@ def _newton_schulz(
     # FLOPs and bytes of each stage, summed over the virtual stages that it
     # holds.
     stages = [[0.0, 0.0] for _ in range(layout.pp)]
+    # "pp2 interleaved2:4": rank 0 holds virtual stages 0 and 2, rank 1 holds 1
+    # and 3.
     for rank, virtual in enumerate(
         ranks_of(layout.virtual_stages, layout.pp, layout.schedule)
-        # "pp2 interleaved2:4": rank 0 holds virtual stages 0 and 2, rank 1 holds 1
-        # and 3.
     ):
         for stage in virtual:
             each = (work[piece] for piece in pieces.stages[stage])

@@ -202,11 +202,11 @@ def request(
         (model, None) if isinstance(model, Shape) else model_of(model)
     )
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
+    # `machine` wins over the default cluster.
     hardware = where(
         None if machine else cluster,
         machine,
         terms.get("ranks") or 0,
-        # `machine` wins over the default cluster.
     ).hardware
     sequence = (
         _number("sequence", parse_length, terms.get("sequence"))

@@ -46,9 +46,9 @@ def run(argv: list[str]) -> int:
     out, alone = Path(args.out), Path(f"{args.out}-one-process")
     try_folder(str(alone))
     for old in (out, alone):
+        # Nothing but a run of this demo is removed.
         if (
             old / "metrics.jsonl"
-            # Nothing but a run of this demo is removed.
         ).is_file():  # only what an earlier demo wrote
             shutil.rmtree(old)
     figures = _play(out, alone)

@@ -233,7 +233,6 @@ class Parser(argparse.ArgumentParser):
             )
         )
 
-    # argparse stops at the first error; this lets it go on.
     def _reader(self, index: int) -> Callable[[str], Any]:
         """Return the type passed to argparse: it records a wrong value instead of
         raising."""

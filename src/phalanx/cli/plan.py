@@ -151,10 +151,10 @@ def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
         saving = saving_seconds(request.shape.total, ranks)
         # Daly's interval in steps.
         every = round(interval(saving, 3600 * MTBF_HOURS / ranks) / best.step)
+        # At least every step, at most once.
         words = [
             f"steps={steps}",
             f"checkpoint.every={min(max(1, every), steps)}",
-            # At least every step, at most once.
         ]
     words += [
         f'layout="{best.layout}"',

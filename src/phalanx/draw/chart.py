@@ -283,13 +283,13 @@ def _series(
         tooltip = (
             {"data-name": series.name, "data-values": values} if bare else {}
         )
+        # A path of one point has no length: show it as a dot.
         yield tag(
             "polyline",
             points=points,
             **look,
             stroke_dasharray=dash,
             **tooltip,
-            # A path of one point has no length: show it as a dot.
         )
     if series.dots or len(series.points) == 1:
         for i, (x, y) in enumerate(_seen(series.points, *axes)):

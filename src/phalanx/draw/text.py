@@ -189,11 +189,11 @@ def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
     """Round times above a band."""
     begin = picture.start
     marks = [" "] * (right - left)
+    # At least nine columns apart.
     for time in ticks(
         begin + (left - 0.5) / scale,
         begin + right / scale,
         9 / scale,
-        # At least nine columns apart.
     ):
         column = round((time - begin) * scale) - left
         words = f"╷{number(time)}{picture.clock}"
@@ -206,9 +206,9 @@ def _legend(picture: Picture, scale: float) -> str:
     # Kinds of operations that are so short that only their letter is shown.
     narrow = set()
     for span in (span for track in picture.tracks for span in track.spans):
+        # Half a column less: rounding may have made it wide enough.
         short = (span.end - span.start) * scale < len(
             f"{span.op.kind}{span.op.index}"
-            # Half a column less: rounding may have made it wide enough.
         ) - 0.5
         if short and KINDS[span.op.kind].lane == ops.COMPUTE:
             narrow.add(span.op.kind)

@@ -189,9 +189,9 @@ COMPARED_OPTIMIZERS = (*OPTIMIZERS, "muon:original")
 @cache
 def elsewhere(section: str) -> dict[str, str]:
     """Map other libraries' names to ours, from a section of elsewhere.toml."""
+    # A row of ours lists the names of several libraries.
     data = (
         Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8")
-        # A row of ours lists the names of several libraries.
     )
     rows = tomllib.loads(data)[section].items()
     return {other: ours for ours, others in rows for other in others.split()}

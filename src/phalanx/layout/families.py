@@ -639,11 +639,11 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
             k: x for k, x in rope.items() if k != "rope_theta"
         }
     if shape.kv_latent:
+        # Their head_dim is the rotated part, because transformers' rope reads
+        # it.
         config |= {
             "q_lora_rank": shape.q_latent or None,
             "head_dim": shape.turned,
-            # Their head_dim is the rotated part, because transformers' rope reads
-            # it.
         }
         config |= {
             "v_head_dim": shape.valued,

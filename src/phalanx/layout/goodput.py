@@ -153,9 +153,9 @@ def _spent(record: Record, steps: int) -> dict[str, float]:
 
 def _begins(last: Record, record: Record) -> bool:
     """True if a record is the first of its process."""
+    # A process is identified by its boot and its start on that boot's clock.
     if (
         not last or "began" not in record
-        # A process is identified by its boot and its start on that boot's clock.
     ):  # from a watcher, or an earlier version
         return not last or (record["event"] == "start" and not last["began"])
     return (record.get("boot"), record["began"]) != (

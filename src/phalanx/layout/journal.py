@@ -20,8 +20,8 @@ TAIL = (
 class JournalReader:
     """Reads the records of a journal that may still be growing."""
 
-    # `at` is the byte after the last complete record.
     def __init__(self, path: Path) -> None:
+        # `at` is the byte after the last complete record.
         self.path, self.at = path, 0
 
     def more(self) -> list[Record]:

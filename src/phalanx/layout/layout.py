@@ -98,9 +98,9 @@ class Layout:
     __hash__ = hash_once
     __getstate__ = state_without_hash
 
-    # Defaults depend on other fields, so they are filled in after all of them
-    # are known.
     def __post_init__(self) -> None:
+        # Defaults depend on other fields, so they are filled in after all of
+        # them are known.
         fill = object.__setattr__
         if not self.schedule:
             fill(self, "schedule", _schedule(self.pp))

@@ -785,11 +785,11 @@ class _FileReader:
         unless = any(
             self.numbers.get(name) for name in terms.get("unless", ())
         )
+        # `if` applies the rule only with more than one rank there.
         if (
             not whole
             or unless
             or values.get(terms.get("if", "tp"), 1) < 2 * ("if" in terms)
-            # `if` applies the rule only with more than one rank there.
         ):
             return
         each = [values.get(name, 1) for name in parts]

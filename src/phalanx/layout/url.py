@@ -143,8 +143,8 @@ class Url(str):
         url.secrets = secrets
         return url
 
-    # A deep copy is made for writing, and has no secrets.
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        # A deep copy is made for writing, and has no secrets.
         return str(self)
 
     @property

@@ -25,8 +25,8 @@ class Link:
     name: str = ""
 
     @property
-    # Gbit/s of all lanes in one direction, as bytes per second.
     def bandwidth(self) -> float:
+        # Gbit/s of all lanes in one direction, as bytes per second.
         return self.lanes * self.gbit / 8 * self.efficiency * 1e9
 
     @property

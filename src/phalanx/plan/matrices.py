@@ -129,12 +129,12 @@ def matrix_times(
     network, width = hardware.network.seconds, DTYPES[dtype].bytes
     there = update = back = 0.0
     for these, ranks, parts in _groups(matrices, x):
+        # The busiest owner determines the time: the others wait for its
+        # results.
         update += max(
             _loads(
                 these, ranks, lambda p: hardware.rates.product(p, dtype)
             ).values()
-            # The busiest owner determines the time: the others wait for its
-            # results.
         )
         size = width * sum(a * b for a, b in these)
         there += network("all_to_all", size / ranks, ranks, 1)

@@ -357,9 +357,9 @@ class Priced:
             # Tokens that arrive at the experts go back: a busy rank sends back more
             # than its own.
             edge = self.pieces[n].times.cost.edge
+            # Dispatch to the experts, and combination in the piece after them.
             exchanged = (
                 network("all_to_all", edge, x.expert_ranks, near) * alone
-                # Dispatch to the experts, and combination in the piece after them.
             )
             for to in (n, n + 1):
                 pieces[ops.EXCHANGE, to] = pieces[

@@ -249,11 +249,11 @@ class Space:
                         cp > 1 and not self._parts(data * cp, cp)
                     ):
                         continue
+                    # Experts are shared evenly, each whole on one rank.
                     shared = (
                         d
                         for d in divisors(data)
                         if d == 1 or (shares and not s.experts % d)
-                        # Experts are shared evenly, each whole on one rank.
                     )
                     for ulysses, ep in product(
                         _ulysses(cp, s.heads // tp, self.near // tp), shared

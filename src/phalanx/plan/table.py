@@ -373,7 +373,6 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
             "gpus",
             fields["gpus"],
             f"is not dp x tp x pp x cp = {product}",
-            # Sequences of a step over all ranks.
         )
     batch = _number(fields, "global_batch")
     if fields["source"].endswith("-layer"):

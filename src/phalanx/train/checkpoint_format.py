@@ -359,10 +359,10 @@ class Manifest(Progress):
             tensors=tuple(tensors.values()),
         )
 
-    # Later checks may rely on what earlier ones have established.
     def problems(self) -> Iterator[str]:
         """Yield contradictions within the manifest. A check runs only if those before
         it found nothing."""
+        # Later checks may rely on what earlier ones have established.
         if len({file.name for file in self.files}) < len(self.files):
             yield f"file names {[file.name[:80] for file in self.files]}: each name may occur once."
         for file in self.files:
@@ -714,11 +714,11 @@ def faults(
         for shard in (s for s in tensor.shards if s.file in headers):
             count = shard.stop - shard.start
             entry, offset = headers[shard.file].get(shard.key, (None, 0))
+            # The manifest and the file's own header must tell the same.
             there = (
                 (entry.dtype, math.prod(entry.shape), offset)
                 if entry
                 else None
-                # The manifest and the file's own header must tell the same.
             )
             if there != (tensor.dtype, count, shard.offset):
                 wrong.append(

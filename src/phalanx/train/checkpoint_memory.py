@@ -307,11 +307,11 @@ class MemoryCheckpoints:
                     stored.Manifest.parse(text, path),
                     Folder(path, CheckpointError),
                 )
+                # The position among the host's ranks, which divide its files.
                 own = range(
                     self.ranks.index(self.group.rank),
                     len(manifest.files),
                     len(self.ranks),
-                    # The position among the host's ranks, which divide its files.
                 )
                 sound = [
                     n for n in own if not stored.damage(folder, manifest, n)

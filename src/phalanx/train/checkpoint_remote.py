@@ -187,9 +187,9 @@ class Uploader:
         if self._task and (text := self._task.stands(self.remote.timeout)):
             self._give_up(text)
 
-    # Called once a step, so it also finds uploads that stand still.
     def taken(self) -> list[Saved]:
         """Return the outcomes of uploads since the last call."""
+        # Called once a step, so it also finds uploads that stand still.
         with self.work:
             self._look()
             results, self._results = self._results, []

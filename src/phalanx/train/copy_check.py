@@ -44,8 +44,8 @@ class CopyCheck:
             else None
         )
 
-    # Between steps, when all updates have been made.
     def after_step(self, step: CompletedStep) -> None:
+        # Between steps, when all updates have been made.
         if self.copies is None or not self.copies.any:
             return
         saves = self.memory.due(step) or self.disk.due(step)

@@ -612,8 +612,8 @@ class Executor:
     def _weight_gradient(self, op: Op) -> None:
         self.local.pieces[op.piece].weight_gradient(op.index)
 
-    # The activations of a microbatch, or what its recomputation needs.
     def _leave(self, op: Op) -> Work:
+        # The activations of a microbatch, or what its recomputation needs.
         key = op.piece, op.index
         if key in self.segments:  # recomputed later: only its input is kept
             kept = self.segments.pop(key), self.selected.pop(key, None)

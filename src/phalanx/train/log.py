@@ -186,12 +186,12 @@ class RunLog:
             "seconds": each,
             "tokens_per_second": self.tokens / each,
         }
+        # MFU counts causal attention, `mfu_full` all pairs, HFU also what is
+        # computed again.
         done = {
             "mfu": flops.model,
             "mfu_full": flops.full,
             "hfu": flops.hardware,
-            # MFU counts causal attention, `mfu_full` all pairs, HFU also what is
-            # computed again.
         }
         values |= {
             name: work / each / self.peak for name, work in done.items()

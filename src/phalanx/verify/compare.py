@@ -106,9 +106,9 @@ class _Measure:
         got: Mapping[str, Tensor],
         want: Mapping[str, Tensor],
         floor: float = 0.0,
-        # By the reference's names: what the layout has beyond them is not looked
-        # for.
     ) -> Iterator[Difference]:
+        # By the reference's names: what the layout has beyond them is not
+        # looked for.
         for name, whole in want.items():
             # Relative to the tensor's own size, but at least to the floor.
             scale = max(self._size(whole), floor, 1e-300)

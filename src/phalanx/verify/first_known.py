@@ -59,8 +59,8 @@ def trial_key(
         "counts": dict(model.counts),
         "modules": [*_modules(model)],
         "sources": sources,
-        # Sorted keys: equal trials have equal texts. 32 digits are 128 bits.
     }
+    # Sorted keys: equal trials have equal texts. 32 digits are 128 bits.
     text = json.dumps(key, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -666,8 +666,8 @@ class _Placing(Executor):
             tokens, size = (
                 len(self.inputs[op.piece, op.index][SENT]),
                 group.size,
-                # The remainder goes to the first ranks, as anywhere else.
             )
+            # The remainder goes to the first ranks, as anywhere else.
             even = [
                 tokens // size + (rank < tokens % size) for rank in range(size)
             ]

@@ -25,8 +25,8 @@ class Place:
         return coverage(self.indices)
 
     @cached_property
-    # Sets of indices along axes multiply.
     def count(self) -> int:
+        # Sets of indices along axes multiply.
         count = 1
         for along in self.indices:
             count *= along.numel()

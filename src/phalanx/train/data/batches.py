@@ -558,8 +558,8 @@ class Permutation:
 
 
 @lru_cache(maxsize=64)
-# One digest has the keys of all rounds: 8 x 64 bits.
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    # One digest has the keys of all rounds: 8 x 64 bits.
     digest = hashlib.sha512(f"order:{seed}:{epoch}".encode()).digest()
     return struct.unpack(f">{ROUNDS}Q", digest)
 

@@ -269,9 +269,9 @@ def differences(
     """
     if len(there) != len(here):
         names = ", ".join(record.name for record in there)
+        # Compare like with like: the earlier checksum and number of blocks.
         return [
             f"there are {len(here)} sources, and there were {len(there)}: {names}"
-            # Compare like with like: the earlier checksum and number of blocks.
         ]
     here = [
         _in_the_way_of(*pair, digest) for pair in zip(there, here, strict=True)

@@ -260,11 +260,11 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
     the fault.
     """
     content = block.content
+    # JSON lines that are regular enough become a table as well.
     table = (
         content.batch
         if isinstance(content, Table)
         else _lines_as_table(block, form)
-        # JSON lines that are regular enough become a table as well.
     )
     if table is None:
         return False
@@ -425,10 +425,9 @@ def _add_chat(row: Any, number: int, form: Form, rows: Rows) -> None:
 
 def _instruction(row: Any) -> list[Message]:
     """Return the messages of an instruction with its optional input, and its output."""
+    # `input` may be missing or empty: it then adds nothing to the instruction.
     instruction, output = (
-        _named(row, each)
-        for each in ("instruction", "output")
-        # `input` may be missing or empty: it then adds nothing to the instruction.
+        _named(row, each) for each in ("instruction", "output")
     )
     about = row.get("input")
     for value in (instruction, output, about):

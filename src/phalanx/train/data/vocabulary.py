@@ -190,9 +190,9 @@ class Tokenizer:
         )
         closing = () if self.end is None else (self.end,)
         numbers = [each.ids for each in encoded]
+        # Tokens of all texts in a row, each closed by the end of text.
         flat = list(
             chain.from_iterable(chain(ids, closing) for ids in numbers)
-            # Tokens of all texts in a row, each closed by the end of text.
         )
         counts = np.fromiter(map(len, numbers), np.int64, len(numbers)) + len(
             closing
