@@ -205,6 +205,14 @@ def t5() -> nn.Module:
     return _of_transformers("T5ForConditionalGeneration", "T5Config", **sizes)
 
 
+def timm_vit() -> nn.Module:
+    timm = __import__("timm")
+    sizes: dict[str, Any] = {"img_size": 8, "patch_size": 4, "depth": 3}
+    sizes |= {"embed_dim": 16, "num_heads": 2, "num_classes": 10}
+    made: nn.Module = timm.create_model("vit_tiny_patch16_224", **sizes)
+    return made
+
+
 def _group_norm(width: int) -> nn.Module:
     return nn.GroupNorm(2, width)
 
@@ -214,9 +222,13 @@ GPT_PLAN = {
     "attn.c_attn": "colwise", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise",
     "mlp.c_proj": "rowwise",
 }  # fmt: skip
+TIMM_PLAN = {
+    "attn.qkv": "colwise", "attn.proj": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise",
+}  # fmt: skip
 # By name: what makes the module, what it reads, and a plan for tp.
 MODULES: dict[str, tuple[Callable[[], nn.Module], str, Any]] = {
     "nanoGPT's model": (gpt, TEXT, GPT_PLAN),
+    "ViT (timm)": (timm_vit, IMAGE, TIMM_PLAN),
     "ViT in timm's shape": (Vit, IMAGE, None),
     "T5 (transformers)": (t5, TEXT, None),
     "Mamba (transformers)": (mamba, TEXT, None),

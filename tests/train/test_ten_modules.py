@@ -1,4 +1,4 @@
-"""Twelve modules that nobody adapted equal their plain scripts, or are refused as the docs say."""
+"""Thirteen modules that nobody adapted equal their plain scripts, or are refused as the docs say."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def test_the_page_lists_every_module() -> None:
 def test_a_module_is_trained_or_refused_as_the_page_says(
     name: str, layout: str
 ) -> None:
-    if "transformers" in name:
-        pytest.importorskip("transformers")
+    for library in ("transformers", "timm"):
+        if f"({library})" in name:
+            pytest.importorskip(library)
     cell = CELLS[name][LAYOUTS.index(layout)]
     found = compared(name, layout)
     if re.fullmatch(r"\de[+-]\d\d", cell):
