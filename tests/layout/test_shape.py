@@ -1,8 +1,11 @@
 """Shapes against the parameter counts that their papers publish."""
 
+from pathlib import Path
+
 import pytest
 
 from phalanx.layout import LayoutError, Shape
+from phalanx.layout.shape import ShapeError
 
 
 @pytest.mark.parametrize(
@@ -109,3 +112,14 @@ def test_a_shape_that_a_program_makes_is_checked_like_a_file() -> None:
         LayoutError, match="heads = 16 is more than hidden = 8"
     ):
         Shape("x", 1, 8, vocab=5, heads=16)
+
+
+def test_the_words_of_other_libraries_are_answered_with_ours(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "llama.toml"
+    file.write_text("hidden_size = 64\nnum_key_value_heads = 2\n")
+    with pytest.raises(ShapeError) as refused:
+        Shape.load(str(file))
+    ways = [mistake.way_out for mistake in refused.value.mistakes]
+    assert ways[:2] == ["Write hidden", "Write kv_heads"]

@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         at("blocks.0.mlp", lambda m: m.add_module("drop", nn.Dropout(0.1))),
         "",
         "dp2",
-        "blocks.0.mlp.drop is a Dropout",
+        "blocks.0.mlp.drop is a dropout of torch",
     ),
     "a hook on a weight's gradient": (
         at(UP, lambda m: m.weight.register_hook(lambda g: 2 * g)),
@@ -590,3 +590,12 @@ def test_experts_of_a_class_that_does_not_say_where_tokens_leave_are_refused(
         LayoutError, match="which does not show where tokens leave it"
     ):
         cut_blocks(model, Layout.parse("ep2"))
+
+
+def test_dropouts_of_every_block_are_refused_in_one_sentence() -> None:
+    def dropping(model: Any) -> None:
+        for block in model.blocks:
+            block.mlp.add_module("drop", nn.Dropout(0.1))
+
+    (wrong,) = misfits(changed(dropping, ""), Layout())
+    assert "blocks.0.mlp.drop and 3 others are dropouts of torch" in wrong

@@ -166,18 +166,27 @@ def load(
     path: str | Path,
     what: str,
     error: type[FileError],
+    pointers: Mapping[str, str] | None = None,
     **given: Any,
 ) -> T:
     """Read the value from a user's file."""
     text = text_of(path, what, error, "Name a file that can be read")
-    return parse(cls, text, str(path), error, **given)
+    return parse(cls, text, str(path), error, pointers, **given)
 
 
 def parse(
-    cls: type[T], text: str, file: str, error: type[FileError], **given: Any
+    cls: type[T],
+    text: str,
+    file: str,
+    error: type[FileError],
+    pointers: Mapping[str, str] | None = None,
+    **given: Any,
 ) -> T:
-    """Read the value from TOML text; `given` are values for missing keys."""
-    reader = Reader(cls, text, file)
+    """Read the value from TOML text; `given` are values for missing keys.
+
+    `pointers` are the ways out for keys that other libraries have.
+    """
+    reader = Reader(cls, text, file, pointers=pointers)
     value: T = (
         reader.table(cls, given | reader.given)
         if not reader.mistakes

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .choices import no_such
+from .choices import elsewhere, no_such
 from .codec import (
     FileError,
     Mistake,
@@ -474,7 +474,8 @@ class Shape:
 
             return hub_shape(name.removeprefix(HUB))
         if name.endswith(".toml"):
-            return load(cls, name, "shape", ShapeError, name=Path(name).stem)
+            own = Path(name).stem
+            return load(cls, name, "shape", ShapeError, _pointers(), name=own)
         # A published name first: "llama-3-8b" and "8b" have one file.
         known = _published(name) or _plain(name)
         known = _SHORT.get(known, known)
@@ -490,7 +491,8 @@ class Shape:
     @classmethod
     def parse(cls, text: str, name: str) -> Shape:
         """Parse a shape from TOML; reports all unknown keys and wrong types at once."""
-        return parse(cls, text, f"shape {name!r}", ShapeError, name=name)
+        place = f"shape {name!r}"
+        return parse(cls, text, place, ShapeError, _pointers(), name=name)
 
     @classmethod
     def of(cls, table: Mapping[str, Any], name: str = "model") -> Shape:
@@ -521,3 +523,9 @@ def _published(name: str) -> str:
 def _plain(name: str) -> str:
     """A name without its owner, in small letters: llama-3-8b for meta-llama/Llama_3_8B."""
     return name.rpartition("/")[2].lower().replace("_", "-")
+
+
+def _pointers() -> dict[str, str]:
+    """The ways out for the words that other libraries have for our keys."""
+    words = elsewhere("model").items()
+    return {other: f"Write {ours}" for other, ours in words}

@@ -77,9 +77,12 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
         wrong.append(" ".join(apart))
     if layout.exact and _has_experts(model):
         wrong.append(NOT_EXPERTS)
+    noisy: list[str] = []
     for prefix, piece in model.pieces:
         for path, module in piece.named_modules():
             name = f"{prefix}.{path}".rstrip(".")
+            if _draws_noise(module):
+                noisy.append(name)
             wrong += _anywhere(name, module)
             if layout.tp > 1:
                 wrong += _cut(model, name, piece, path, module)
@@ -88,6 +91,7 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
                 and path.rpartition(".")[2] == "core"
             ):
                 wrong += _core(model, name, module)
+    wrong += _noise(list(dict.fromkeys(noisy)))
     # dict.fromkeys: a module used by several pieces is reported once.
     return tuple(dict.fromkeys(wrong))
 
@@ -148,12 +152,23 @@ def _uneven(model: Model, layout: Layout) -> Iterator[str]:
 # ---- in every layout
 
 
+def _draws_noise(module: nn.Module) -> bool:
+    return isinstance(module, _DropoutNd) and module.p > 0
+
+
+def _noise(names: list[str]) -> Iterator[str]:
+    """One sentence for all dropouts of torch: every block has some."""
+    if not names:
+        return
+    others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    many = "are dropouts" if others else "is a dropout"
+    yield (
+        f"{names[0]}{others} {many} of torch: their masks come from torch's generator, so no two"
+        " layouts would draw the same. Use phalanx.models.Dropout, or p=0."
+    )
+
+
 def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
-    if isinstance(module, _DropoutNd) and module.p > 0:
-        yield (
-            f"{name} is a {type(module).__name__}: its mask comes from torch's generator, so no"
-            " two layouts would draw the same. Use phalanx.models.Dropout, or p=0."
-        )
     if isinstance(module, nn.Embedding):
         yield from _embedding(name, module)
     # Meta buffers have no values, and nothing else could compute them.
