@@ -316,8 +316,8 @@ def _also(notes: Iterable[str]) -> str:
 
 
 def _rates(request: Request, found: Utilization) -> str:
-    # PFLOP/s of all devices: causal pairs, and all pairs.
     """Format rates as papers do, with causal attention and with all pairs."""
+    # PFLOP/s of all devices: causal pairs, and all pairs.
     whole = [
         x * request.hardware.ranks / 1e15
         for x in (found.flops, found.flops_full)

@@ -77,7 +77,6 @@ def refuse_before(run: Run) -> None:
 
 def refuse_large(need: float, what: str, way_out: str) -> None:
     """Raise if this machine cannot hold `need` bytes."""
-    # A machine without a GPU computes in its own memory.
     # A GPU's memory is unknown without torch, but no GPU has a TiB.
     have = max(machine_memory(), 2.0**40 if _has_gpu() else 0)
     if need > have:

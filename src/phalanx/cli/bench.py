@@ -113,7 +113,6 @@ def _device(args: argparse.Namespace, options: Sequence[str]) -> LocalDevice:
 
     from ..bench import local_device
 
-    # Without torch until here: wrong options are reported at once.
     device = local_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -237,7 +236,6 @@ def _collectives(argv: list[str]) -> int:
         help="chart of bandwidth over size, with the fit",
     )
     args = parser.read(argv)
-    # Refused before torch is loaded.
     # Each rank holds what it sends, what it receives, and the expected result.
     need = 3.0 * max(args.sizes) * (args.ranks or 2)
     refuse_large(
@@ -306,7 +304,6 @@ def _collectives(argv: list[str]) -> int:
 
 
 def _operations(text: str) -> tuple[str, ...]:
-    # In the order of the user.
     ops = tuple(FACTORS) if text == "all" else tuple(text.split(","))
     for op in ops:
         if op not in FACTORS:

@@ -60,7 +60,6 @@ def run(argv: list[str]) -> int:
         # messages in another way.
         prompt = vocabulary.chat_prompt(messages)
         answer = ""
-        # Another seed for each answer.
         sampling = sampling_of(args, len(messages))
         for piece in continued(
             generator, vocabulary, prompt, args.tokens, sampling

@@ -98,7 +98,6 @@ def run(argv: list[str]) -> int:
         )
         terms: Any = {name: getattr(args, name) for name in names}
         checked = check_layout(run_ or text, args.model or "", **terms)
-        # Legal, and within the memory that was named.
         good = checked.fits and checked.right
         return result(args, checked.figures, str(checked), good=good)
     if args.sums:
@@ -109,7 +108,6 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             "the memory that a layout needs depends on its model: add --model."
         )
-    # A program that was saved, perhaps edited.
     if text.endswith(".txt") or Path(text).is_file():
         return _file(text, args)
     # A word that is wrong is reported before the model that is missing.

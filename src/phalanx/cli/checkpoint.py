@@ -54,7 +54,6 @@ def _show(argv: list[str]) -> int:
     """`phalanx checkpoint show`: shows the contents of a checkpoint and the run that it
     belongs to."""
     args = _parser(_show.__doc__).read(argv)
-    # Newest first.
     path, *older = checkpoints_in(args.source)
     from ..train.checkpoint_format import read_manifest
 
@@ -97,7 +96,6 @@ def _verify(argv: list[str]) -> int:
     paths = checkpoints_in(args.source)
     from ..train.checkpoint_format import verify_checkpoint
 
-    # All checkpoints of the folder, also after a damaged one.
     faults = {str(path): verify_checkpoint(path) for path in paths}
     lines = [
         line
@@ -139,7 +137,6 @@ def _export(argv: list[str]) -> int:
     from ..train.checkpoint_exchange import export_adapter, export_weights
     from ..train.checkpoint_format import verify_checkpoint
 
-    # Damaged weights are not exported.
     if faults := verify_checkpoint(path):
         say("\n".join(faults))
         return 1

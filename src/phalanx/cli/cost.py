@@ -155,7 +155,6 @@ def _facts(cut: Layout, found: PieceCost) -> dict[str, object]:
 
 
 def _full(load: Load) -> float:
-    # Pairs that a causal mask leaves out are counted here.
     """Return FLOPs, counting every pair of attention."""
     return load.flops + sum(a.full - a.flops for a in load.attention)
 
@@ -180,7 +179,6 @@ def _lines(cut: Layout, numbers: list[int], found: PieceCost) -> Iterator[str]:
             map(si_text, (load.flops, _full(load))),
             f"{si_text(load.moved)}B",
         )
-        # The first message beside the operation, others below it.
         first, *more = _messages(load) or [""]
         rows.append((name, *flops, moved, f"{load.launches:.0f}", first))
         rows += [("", "", "", "", "", message) for message in more]

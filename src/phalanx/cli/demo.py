@@ -46,7 +46,6 @@ def run(argv: list[str]) -> int:
     out, alone = Path(args.out), Path(f"{args.out}-one-process")
     try_folder(str(alone))
     for old in (out, alone):
-        # Nothing but a run of this demo is removed.
         if (
             old / "metrics.jsonl"
         ).is_file():  # only what an earlier demo wrote
@@ -75,12 +74,10 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
         f"\n2. The same command, now as {THEN}: it continues from the last checkpoint."
     )
     _watch(out, kill=False)
-    # The same folder, in another layout.
     _train(out, THEN)
     progress("\n3. The same run on one process, never interrupted.")
     _train(alone, FP64)
     losses, truth = losses_of(out), losses_of(alone)
-    # 1 stands for losses of other steps.
     off = 1.0
     # Both must have every step, once.
     if losses.keys() == truth.keys():
@@ -95,7 +92,6 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
         "first": FIRST,
         "then": THEN,
         "killed": killed,
-        # The drop of a nat is far more than noise.
         "first_loss": losses.get(1),
         "last_loss": losses.get(STEPS),
         "fell": losses.get(STEPS, 9.0) < losses.get(1, 0.0) - 1.0,

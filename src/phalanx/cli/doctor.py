@@ -122,7 +122,6 @@ def _hang(args: argparse.Namespace) -> Shown:
             f" If the run hung and was ended, see {Path(args.name, HANG)}."
         )
     found, lines = described(seen)
-    # Only ranks of this host can be examined.
     if seen.elsewhere:
         hosts = ", ".join(seen.elsewhere[:8]) + ", ..." * (
             len(seen.elsewhere) > 8
@@ -256,7 +255,6 @@ def _devices(args: argparse.Namespace) -> Shown:
         d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}}
         for d in chosen
     }
-    # One device in full, or all in a table.
     return figures, "\n".join(
         _device_lines(chosen[0])
     ) if args.name else _devices_text(chosen)
@@ -342,7 +340,6 @@ def _links(args: argparse.Namespace) -> Shown:
     text = text_table(
         ("link", "", "one direction", "both", ""), rows, left="llrrl"
     )
-    # Rates of links, to compare inside a server with between servers.
     four = links()["nvlink4"].bandwidth
     for other in (links()["infiniband-ndr"], links()["infiniband-xdr"]):
         text += f"NVLink 4 is {four / other.bandwidth:.2g} times one port of {other.title}.\n"

@@ -295,7 +295,6 @@ def _mesh(argv: list[str]) -> int:
     _add_picture(parser, (".svg",), "write the picture as SVG")
     args = parser.read(argv)
     picture = MeshPicture.parse(" ".join(args.layout), args.weight)
-    # A picture of more squares is no picture.
     if (ranks := picture.mesh.size) > MOST:
         raise UsageError(
             f"{ranks} ranks are too many for a picture; draw {MOST} or fewer."
@@ -346,7 +345,6 @@ def _recompute(argv: list[str]) -> int:
     )
     args = parser.read(argv)
     costs = Costs(costs_of(args.costs, split=False))
-    # One unit for a layer's activations, and one for its input.
     sizes = Sizes(kept=(1.0,) * args.layers, input=(1.0,) * args.layers)
     table: list[dict[str, Any]] = []
     pieces = plain_pieces([range(args.layers)])

@@ -245,7 +245,6 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
     ]
     file = Path(files[0]).read_text(encoding="utf-8").rstrip("\n") + "\n"
     accelerators = f"accelerators: {args.accelerator}:{gpus}"
-    # The template picks what it needs.
     return vars(args) | {
         "name": name,
         "image": _yaml_word(args.image),

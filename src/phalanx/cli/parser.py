@@ -237,6 +237,7 @@ class Parser(argparse.ArgumentParser):
         """Return the type passed to argparse: it records a wrong value instead of
         raising."""
 
+        # argparse stops at the first error; this lets it go on.
         def read(text: str) -> Any:
             argument = self.arguments[index]
             try:

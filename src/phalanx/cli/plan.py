@@ -116,7 +116,6 @@ def run(argv: list[str]) -> int:
         from .plan_explain import explain
 
         return explain(args, request)
-    # The baselines are computed when they are asked for.
     planned = Planned(request, search(request, top=args.top))
     text = "" if args.json else str(planned)
     result(args, planned.figures, text)

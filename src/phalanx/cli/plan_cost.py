@@ -73,7 +73,6 @@ def run(argv: list[str]) -> int:
     )
     args = parser.read(argv)
     request = request_of(args)
-    # Without a layout, the best of a plan.
     if args.layout is None:
         layouts = search(request, top=1).layouts
     else:
@@ -98,7 +97,6 @@ def run(argv: list[str]) -> int:
         saving=saving,
         restart=args.restart,
     )
-    # The run would never end: no number has a meaning.
     if math.isinf(spent.hours):
         every = seconds_text(3600 * args.mtbf / request.hardware.ranks)
         say(

@@ -68,7 +68,6 @@ def _chart(
         _chosen(
             request,
             "best",
-            # Numbered as in the table below.
             [(f"number {n}", c) for n, c in enumerate(plan.layouts, 1)],
         ),
     ]

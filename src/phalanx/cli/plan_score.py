@@ -159,7 +159,6 @@ def _order(each: FamilyScore) -> list[object]:
     tau = "-" if each.tau is None else f"{each.tau:.2f}"
     shares = (
         *map(regret.get, (1, 3, 5)),
-        # The best of the simple rules.
         min(rules.values(), default=None),
         random,
     )

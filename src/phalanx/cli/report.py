@@ -151,7 +151,6 @@ def _extras(
         optimizer = USUAL_OPTIMIZER
     extras = step_extras(folder, compared, make, optimizer)
     sections = list(extras.sections)
-    # The run itself and those beside it.
     runs = speeds([folder, *map(Path, args.beside or ())])
     draw = partial(
         scaling_svg, runs, {run: _planned(run, args) for run in runs}.get

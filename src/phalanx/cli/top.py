@@ -88,7 +88,6 @@ def _shown(watched: "_Run", width: int | None, every: float) -> None:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 watched.look()
-                # The terminal may have been resized.
                 lines = watched.lines(screen(width)[0], console.height)
                 live.update(
                     Text(printable("\n".join(lines)), no_wrap=True),
@@ -124,7 +123,6 @@ class _Run:
 
     def look(self, wait: float = 0.0) -> None:
         """Read the current state, waiting up to `wait` seconds for other hosts."""
-        # Stacks would interrupt the ranks.
         here = snapshot(self.folder, 0.1, stacks=False)
         self.notices = here.notices
         others, self.unseen = ask_elsewhere(
@@ -141,7 +139,6 @@ class _Run:
     @property
     def state(self) -> str:
         """The run's state, in a word or two."""
-        # "X" is a process that has ended.
         live = [
             r for r in self.ranks if r.phase not in OVER and r.state != "X"
         ]

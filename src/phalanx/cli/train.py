@@ -168,7 +168,6 @@ def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
         words.append(f"layout={args.layout}")
     if args.adopt:
         words.append("checkpoint.adopt=true")
-    # Called only where the run names no model.
     notices: list[str] = []
 
     def adopt(plain: Run) -> Run:
@@ -402,7 +401,6 @@ def _layout_that_fits(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
             " Set train.fallback to layouts for other numbers of ranks."
         )
-    # Opens the data, and raises if it does not fit the model.
     batches_of(config, shape)
     refuse_unknown_vocabulary(config)
     if config.own:
@@ -490,7 +488,6 @@ def _until_it_ends(
         "apart": restarts > 0,
         "timeout": call_timeout(config),
     }
-    # The last attempt has none left.
     for left in range(restarts, -1, -1):
         # For the watcher's report, which must be newer than this attempt.
         begun = time.time()
@@ -524,7 +521,6 @@ def _until_it_ends(
         if why := starts.in_vain():
             complain(f"The ranks are not restarted: {why}.")
             break
-        # The newest of both; names sort by step.
         saved = max(
             newest_in_memory(config),
             *(p.name for p in steps(config.checkpoints)),
@@ -591,7 +587,6 @@ def _passed_on(file: Path) -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() == own:
-            # A third one changes nothing more.
             signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt
 

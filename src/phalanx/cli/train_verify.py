@@ -35,7 +35,6 @@ def refuse_different(run: Run, layout: Layout) -> None:
     from ..comm import launch
 
     progress("verify = true: comparing a scaled-down run with one process")
-    # The run in the layout that was chosen for it.
     chosen = replace(run, layout=str(layout))
     found: VerifiedRun
     # One process of its own, whose memory is freed when it ends.

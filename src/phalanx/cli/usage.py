@@ -140,7 +140,6 @@ def _unwritable(path: str | Path) -> str:
     try:
         # a link is followed, as it will be when the file is written
         real = os.path.realpath(path)
-        # None if the file has to be created.
         kind = os.stat(real).st_mode if os.path.exists(real) else None
         if kind is not None and stat.S_ISDIR(kind):
             return "it is a directory"
@@ -154,7 +153,6 @@ def _unwritable(path: str | Path) -> str:
                 0o666,
             )
         )
-        # It was created for this test alone.
         if kind is None:
             os.unlink(real)
     except OSError as error:

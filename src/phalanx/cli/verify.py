@@ -194,7 +194,6 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             "--dropout is for built-in models; set the rate in your own."
         )
-    # The shape of a name, or a user's class that makes it.
     shape, make = model_to_verify(args.model)
     if args.lora and make is not None:
         raise UsageError("--lora is for built-in models.")

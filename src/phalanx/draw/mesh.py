@@ -146,7 +146,6 @@ def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
     """The grid, groups along axes, ranks' coordinates, and parts of the weight."""
     lines = [*wrapped(picture.title, width), "", *_grid(picture, width)]
     lines += ["", "groups"] * bool(picture.axes)
-    # Names of axes in a column, as wide as the longest.
     widest = max(map(len, picture.axes), default=0)
     for axis in picture.axes:
         groups = picture.mesh.groups([axis])

@@ -247,7 +247,6 @@ class Picture:
         """
         rows, whole = (
             [],
-            # Seconds of all ranks together.
             self.timeline.makespan * len(self.timeline.ranks) or 1.0,
         )
         parts = [

@@ -14,8 +14,8 @@ def machine_memory() -> float:
 def available_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> float:
-    # MemAvailable counts page caches that the kernel would give back.
     """The bytes that this process may still allocate within all limits."""
+    # MemAvailable counts page caches that the kernel would give back.
     free = re.search(
         r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.M
     )

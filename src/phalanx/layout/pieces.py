@@ -579,8 +579,8 @@ def granules(
 def _matrices(
     dims: Sequence[str], lengths: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    # Lookup tables, routers and vectors are no matrices.
     """The matrices of a weight: one between two features, or one for each expert."""
+    # Lookup tables, routers and vectors are no matrices.
     if (
         len(dims) < 2
         or not {*dims[-2:]} <= {*FEATURES}

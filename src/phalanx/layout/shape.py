@@ -418,8 +418,8 @@ class Shape:
         return self.experts > 0 and self.dense_layers < piece <= self.layers
 
     def window(self, piece: int) -> int:
-        # Windows repeat over the blocks, of which the first is piece 1.
         """The number of tokens that a block attends to; 0: all."""
+        # Windows repeat over the blocks, of which the first is piece 1.
         return (
             self.windows[(piece - 1) % len(self.windows)]
             if self.windows

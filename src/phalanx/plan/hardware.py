@@ -94,8 +94,8 @@ class Roofline:
     launch: float = 5e-6
 
     def reached(self, dtype: str) -> float:
-        # A catalogued rate is in TFLOP/s; all rates here are in FLOP/s.
         """FLOP/s of the best matmul: measured, or assumed from the peak."""
+        # A catalogued rate is in TFLOP/s; all rates here are in FLOP/s.
         found = self.device.reached_tflops.get(dtype, 0.0) * 1e12
         found = found or self._usual_part() * self.device.peak(dtype)
         if not found:

@@ -56,9 +56,9 @@ def saving_seconds(parameters: float, devices: int) -> float:
 
 
 def interval(saving: float, between: float) -> float:
+    """The optimal seconds between two checkpoints: Daly 2006, eq. 37."""
     # Daly's formula holds for checkpoints of less than twice the time between
     # failures.
-    """The optimal seconds between two checkpoints: Daly 2006, eq. 37."""
     if saving >= 2 * between:
         return between
     x = saving / (2 * between)

@@ -374,6 +374,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
             fields["gpus"],
             f"is not dp x tp x pp x cp = {product}",
         )
+    # Sequences of a step over all ranks.
     batch = _number(fields, "global_batch")
     if fields["source"].endswith("-layer"):
         raise MachineError("the row is the time of one layer, not of a step")

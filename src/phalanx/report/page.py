@@ -344,7 +344,6 @@ def _efficiency(journal: _Journal) -> Section:
         _inside(last, "flops", "model"),
         _inside(last, "flops", "full"),
     )
-    # FLOPs with full attention over those with causal attention.
     note = (
         f"Relative to a peak of {number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
         f" ({last.get('peak_from')}). MFU counts what the model needs, with causal attention; HFU"
@@ -413,7 +412,6 @@ def _mesh(start: Record) -> Section:
 
 
 def _events(journal: _Journal) -> Html:
-    # Seconds since the first start.
     begun = number(journal.starts[0], "time")
     rows = [
         (

@@ -43,9 +43,9 @@ _FORMS = {
 
 
 def sums_of(layout: Layout) -> Layout:
+    """Return the layout reduced to what splits the sums of matmuls."""
     # Replicas and stages split no sum with a scale: weight gradients are
     # summed sequence by sequence.
-    """Return the layout reduced to what splits the sums of matmuls."""
     axes = tuple(
         axis for axis in layout.mesh.axes if axis.name in ("cp", "tp")
     )

@@ -30,8 +30,8 @@ class Named:
 
 
 def plain_name(name: str) -> str:
-    # "_orig_mod.layers.0.weight" -> "layers.0.weight".
     """A parameter's name without the components that wrappers add."""
+    # "_orig_mod.layers.0.weight" -> "layers.0.weight".
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     # Only at the start: a module of a model may be called "module".
     while len(parts) > 1 and parts[0] in _OUTER:

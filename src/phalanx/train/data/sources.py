@@ -275,10 +275,10 @@ def needed(module: str, place: object, what: str) -> Any:
         ) from None
 
 
-# `rest` holds the begun character at the end of the previous document.
 def _texts(
     source: Source, file: BinaryIO, raw: BinaryIO, longest: int
 ) -> Iterator[SourceBlock]:
+    # `rest` holds the begun character at the end of the previous document.
     number, rest = 0, b""
     while content := rest + file.read(max(0, longest - len(rest))):
         if not number and b"\0" in content[:8192]:
