@@ -18,6 +18,7 @@ from ..comm import World
 from ..layout import Layout
 from ..layout.rules import Cut
 from ..models.decoder import Head
+from ..models.loss import whole_logits
 from ..parallel import Model
 from ..parallel.local import build_local, model_stages
 from ..program import Program
@@ -104,7 +105,8 @@ class SharedReader:
         tp = self.local.coordinates["tp"]
         own = Cut.of(self.shape.vocab, self.layout.tp, tp)
         width = own.stop - own.start  # the columns after them are padding
-        every[..., own.start : own.stop] = head.logits(x)[..., :width]
+        logits = whole_logits(head.logits(x))
+        every[..., own.start : own.stop] = logits[..., :width]
 
     def _first_of(self, stage: int) -> int:
         """The first rank of a stage."""

@@ -76,6 +76,14 @@ def soft_cap(logits: AnyLogits, cap: float) -> AnyLogits:
     return cap * torch.tanh(logits / cap)
 
 
+def whole_logits(logits: Logits) -> Tensor:
+    """The logits (..., words), computed at once where a head hands over its product."""
+    if not isinstance(logits, ChunkedLogits):
+        return logits
+    whole = F.linear(logits.x, logits.weight)
+    return soft_cap(whole, logits.cap)
+
+
 class _Tile(NamedTuple):
     """A few tokens of the logits."""
 
