@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from phalanx.generate import GenerateError, Generator, Sampling
 from phalanx.layout import Shape
 from phalanx.layout.run import Run, RunError
 from phalanx.parallel import build_model
+from phalanx.train import text
 from phalanx.train.data.vocabulary import Bytes
 from phalanx.train.text import continued, open_generator
 
@@ -276,3 +278,56 @@ def test_a_run_on_tokens_of_an_unknown_tokenizer_is_refused(
     named = [f"out={tmp_path}/run", "--backend", "threads"]
     assert main(["train", model, *words, *named]) == 2
     assert "sample.tokenizer = FOLDER" in capsys.readouterr().err
+
+
+class _Interrupted:
+    """A generator in whose answer the user presses Ctrl-C."""
+
+    def generate(self, *args: object, **more: object) -> Iterator[list[int]]:
+        yield [104]
+        raise KeyboardInterrupt
+
+
+class _Spoken:
+    """A tokenizer of bytes that takes chats."""
+
+    ends = frozenset[int]()
+
+    def refuse_chats(self) -> None:
+        pass
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        return [len(messages)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode()
+
+
+@pytest.mark.parametrize("at_terminal", [True, False])
+def test_an_interrupted_answer_ends_and_the_conversation_goes_on(
+    at_terminal: bool,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a terminal the command ends, as others do."""
+    messages = io.StringIO("one\ntwo\n")
+    messages.isatty = lambda: at_terminal  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", messages)
+    monkeypatch.setattr(
+        text, "open_generator", lambda *_, **__: _Interrupted()
+    )
+    monkeypatch.setattr(text, "vocabulary_of", lambda *_: _Spoken())
+    folder = saved(theirs("llama"), tmp_path / "hub")
+    code = main(["chat", f"hf:{folder}"])
+    shown = capsys.readouterr().out
+    assert code == (0 if at_terminal else 130)
+    assert shown == ("> h\n> h\n> \n" if at_terminal else "h")
+
+
+def test_a_folder_of_hugging_face_is_named_with_its_prefix(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    folder = saved(theirs("llama"), tmp_path / "hub")
+    assert main(["sample", str(folder)]) == 2
+    assert f"Write hf:{folder}" in capsys.readouterr().err

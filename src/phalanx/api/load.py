@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..layout.files import open_regular, reason
 from ..layout.run import CHECKPOINTS
+from ..layout.shape import HUB
 from . import UsageError
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ def checkpoints_in(source: str | Path) -> list[Path]:
     if not path.is_dir():
         raise UsageError(
             f"{path} holds no checkpoint: the folder does not exist. {_NAME}"
+        )
+    if (path / "config.json").is_file():
+        raise UsageError(
+            f"{path} is a folder in Hugging Face's format. Write {HUB}{path}."
         )
     why = f"neither manifest.json nor step-... nor {CHECKPOINTS}/step-..."
     none = f"{path} holds no checkpoint: there is {why}. {_NAME}"

@@ -5,7 +5,7 @@
   phalanx chat hf:Llama-3.2-1B-Instruct
 
 SOURCE is a run, one of its checkpoints, or hf:FOLDER. Its tokenizer needs a chat template. Each line of
-standard input is a message; Ctrl-D ends the conversation.
+standard input is a message; Ctrl-C ends an answer, Ctrl-D the conversation.
 """
 
 import sys
@@ -61,11 +61,16 @@ def run(argv: list[str]) -> int:
         prompt = vocabulary.chat_prompt(messages)
         answer = ""
         sampling = sampling_of(args, len(messages))
-        for piece in continued(
+        pieces = continued(
             generator, vocabulary, prompt, args.tokens, sampling
-        ):
-            say(piece, end="", flush=True)
-            answer += piece
+        )
+        try:
+            for piece in pieces:
+                say(piece, end="", flush=True)
+                answer += piece
+        except KeyboardInterrupt:
+            if not asks:  # nobody who could go on
+                raise
         say()
         messages.append({"role": "assistant", "content": answer})
     # Ends the line on which Ctrl-D was pressed.
