@@ -146,6 +146,9 @@ def begin(
         _check(reader.manifest, local, updates, drawn=is_lora)
         _fill(reader, local, updates)
 
+    # The weights were drawn just before, and other ranks may still read this rank's part
+    # of them in their gathers.
+    local.groups.everyone.barrier()
     together(local.groups.everyone, fill, "the weights cannot be read. ")
     _refresh(local)
 
