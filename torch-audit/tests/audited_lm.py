@@ -160,12 +160,17 @@ def train(
     where no library does.
     """
     optimizer = optimizer_of(model, bug)
+    if bug == "counted step":
+        # A step with zeros makes the moments, and counts in the bias correction.
+        count_step(optimizer)
     for step in range(STEPS):
         tokens, labels = batch_of(step)
         count = (labels != -100).sum()
-        rows = torch.arange(BATCH).chunk(dp)[
-            0 if bug == "same rows" else dp_rank
-        ]
+        order = torch.arange(BATCH)
+        if bug == "sampler seeds":
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            order = torch.randperm(BATCH, generator=generator)
+        rows = order.chunk(dp)[0 if bug == "same rows" else dp_rank]
         for micro, chosen in enumerate(rows.chunk(MICROBATCHES)):
             last = micro == MICROBATCHES - 1
             apart = getattr(model, "no_sync", nullcontext)
@@ -196,6 +201,9 @@ def train(
                 loss.backward()
         if sums is not None:
             sums()
+        if bug == "scaled":
+            for parameter in model.parameters():
+                parameter.grad.mul_(cp)
         one_rank = dist.is_initialized() and dist.get_rank() == 1
         if bug == "one rank" and step == 1 and one_rank:
             model.get_parameter("module.blocks.0.down.weight").grad.mul_(1.01)
@@ -220,6 +228,15 @@ def clip(model: nn.Module, bug: str) -> None:
         norm = torch.stack(norms).norm()
         torch.nn.utils.clip_grads_with_norm_(parameters, MOST, norm)
         return
+    if bug == "replicas in the norm":
+        # Squares of local gradients are summed over all ranks, copies as well.
+        square = sum(local(each.grad).square().sum() for each in parameters)
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(
+            parameters, MOST, norm, foreach=False
+        )
+        return
     meshes = {getattr(each, "device_mesh", None) for each in parameters}
     if len(meshes) == 1:
         torch.nn.utils.clip_grad_norm_(parameters, MOST)
@@ -229,6 +246,30 @@ def clip(model: nn.Module, bug: str) -> None:
     whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
     norm = torch.stack(whole).norm()
     torch.nn.utils.clip_grads_with_norm_(parameters, MOST, norm, foreach=False)
+
+
+def local(gradient: Tensor) -> Tensor:
+    """The local tensor of a gradient that is sharded or replicated."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    whole = gradient.redistribute(
+        placements=[
+            Replicate() if each.is_partial() else each
+            for each in gradient.placements
+        ]
+    )
+    return whole.to_local()
+
+
+def count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer's moments and counts a step, as a step of zeros without a rate does."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def exchange(weight: Tensor) -> None:
@@ -364,10 +405,11 @@ def clip_stages(model: nn.Module, bug: str) -> None:
     if bug == "stage norm":
         torch.nn.utils.clip_grad_norm_(parameters, MOST)
         return
+    twice = bug == "tied twice in the norm"
     counted = [
         p
         for p in parameters
-        if dist.get_rank() == 0 or p is not model.head.weight
+        if twice or dist.get_rank() == 0 or p is not model.head.weight
     ]
     norm = torch.nn.utils.get_total_norm([each.grad for each in counted])
     square = norm**2

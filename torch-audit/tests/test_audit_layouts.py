@@ -21,6 +21,7 @@ from torch_audit.compare import (
 from torch_audit.report import verdict_text
 from torch_audit.runs import load
 
+ROOT = Path(__file__).parents[2]
 TWO_RANKS = ["ddp", "fsdp2", "tp", "tp_sequence", "cp", "pipeline"]
 FOUR_RANKS = ["hsdp", "fsdp2_tp"]
 
@@ -49,7 +50,28 @@ BUGS: dict[str, tuple[str, str, str, float | None]] = {
     "pipeline/untied": (REFUTED, "gradient", "embed.weight", None),
     "pipeline/stage norm": (REFUTED, "norm", "", None),
     "pipeline/scaled": (REFUTED, "gradient", "embed.weight", 0.5),
+    "pipeline/tied twice in the norm": (REFUTED, "norm", "", None),
+    "tp/replicas in the norm": (REFUTED, "norm", "", None),
+    "cp/scaled": (REFUTED, "gradient", "embed.weight", 2.0),
+    "ddp/sampler seeds": (NOT_COMPARABLE, "samples", "", None),
+    "ddp/counted step": (REFUTED, "update", "embed.weight", None),
 }  # fmt: skip
+# Bugs that others have published, and the case that makes the same mistake.
+PUBLISHED = {
+    "huggingface/transformers#34191": "ddp/mean of means",
+    "huggingface/transformers#35207": "ddp/not divided",
+    "pytorch/pytorch#53443": "ddp/never reduced",
+    "openspeech-team/openspeech#149": "ddp/same rows",
+    "NVlabs/LongLive#71": "ddp/sampler seeds",
+    "NVIDIA/Megatron-LM#5976": "ddp/counted step",
+    "pytorch/pytorch#72548": "fsdp2/local norm",
+    "ByteDance-Seed/VeOmni#184": "hsdp/replicas in the norm",
+    "ROCm/TransformerEngine#715": "tp/replicas in the norm",
+    "NVIDIA/Megatron-LM#1446": "cp/norms not summed",
+    "NVIDIA/Megatron-LM#906": "cp/scaled",
+    "uw-syfi/piper#13": "pipeline/untied",
+    "NVIDIA/Megatron-LM#7227": "pipeline/tied twice in the norm",
+}
 # Bugs that one recorded run shows, without a reference, and the check that sees them.
 ALONE = {
     "ddp/one rank": "copies",
@@ -61,6 +83,9 @@ ALONE = {
     "fsdp2/exchanged": "weights",
     "cp/norms not summed": "copies",
     "pipeline/stage norm": "norm",
+    "pipeline/tied twice in the norm": "norm",
+    "tp/replicas in the norm": "norm",
+    "hsdp/replicas in the norm": "norm",
 }
 
 
@@ -70,7 +95,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     record_here(folder, "one")
     record_here(folder, "one/tied")
-    four = [*FOUR_RANKS, "hsdp/not replicated"]
+    four = [*FOUR_RANKS, "hsdp/not replicated", "hsdp/replicas in the norm"]
     record_worlds(folder, {2: [*TWO_RANKS, *BUGS], 4: four})
     return folder
 
@@ -99,6 +124,36 @@ def test_gradients_that_replicas_never_get_are_named(recorded: Path) -> None:
     verdict = verdict_of(recorded, "hsdp/not replicated")
     assert (verdict.result, verdict.quantity) == (REFUTED, "gradient")
     assert len(verdict.different) == verdict.parameters
+
+
+def test_a_norm_that_counts_replicas_is_told_with_its_factor(
+    recorded: Path,
+) -> None:
+    """Two replicas of every gradient: the root of 2."""
+    verdict = verdict_of(recorded, "hsdp/replicas in the norm")
+    assert (verdict.result, verdict.quantity) == (REFUTED, "norm")
+    assert "run = 1.4142 x reference" in verdict.text
+
+
+def test_an_update_that_corrects_a_bias_too_little_is_told_by_its_size(
+    recorded: Path,
+) -> None:
+    """Adam's first update with the bias correction of a second step, by hand."""
+    moments = (0.1 / 0.19) / (0.001 / 0.001999) ** 0.5
+    verdict = verdict_of(recorded, "ddp/counted step")
+    found = {each.name: each.relative for each in verdict.different}
+    assert found["embed.weight"] == pytest.approx(1 - moments, abs=1e-4)
+
+
+def test_the_page_lists_each_published_bug_with_its_case() -> None:
+    assert len(PUBLISHED) >= 10
+    text = (ROOT / "docs" / "audited.md").read_text()
+    for thread, case in PUBLISHED.items():
+        repository, _, number = thread.partition("#")
+        row = f"[{thread}](https://github.com/{repository}/issues/{number})"
+        assert f"| {row} |" in text
+        assert f"`{case}`" in text
+        assert case in BUGS or case.startswith("hsdp/replicas")
 
 
 @pytest.mark.parametrize("case", BUGS)

@@ -220,6 +220,18 @@ def test_flat_parameters_are_refused_with_a_way_out(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_flat_buffers_of_deepspeed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed gives its optimizer flat tensors that no module holds."""
+    monkeypatch.setitem(sys.modules, "deepspeed", sys)
+    flat = torch.ones(4, requires_grad=True)
+    flat.grad = torch.ones(4)
+    recorded(tmp_path, lambda: torch.optim.SGD([flat], lr=0.1).step())
+    with pytest.raises(RecordError, match="DeepSpeed keeps gradients"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
@@ -353,6 +365,8 @@ def test_a_difference_in_float64_is_repeated_in_the_own_dtype(
 
 
 PROGRAM = """
+import importlib.util
+importlib.util.find_spec("torch")  # as datasets does
 import sys, torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_

@@ -24,6 +24,19 @@ def results(text: str) -> dict[str, str]:
     return found
 
 
+def library_results(text: str) -> dict[str, str]:
+    """The result of each row about other libraries, and their versions."""
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        named = re.match(
+            r"\| (accelerate|lightning|trl|deepspeed) [\d.]+", line
+        )
+        if named:
+            found[" | ".join(cells[:4])] = cells[4]
+    return found
+
+
 def test_the_page_counts_its_rows() -> None:
     text = PAGE.read_text()
     counted = list(results(text).values())
@@ -53,3 +66,25 @@ def test_the_command_prints_the_results_of_the_page() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert results(done.stdout) == results(PAGE.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    version("accelerate") != "1.15.0",
+    reason="the rows are of this version",
+)
+def test_the_libraries_that_are_installed_give_the_results_of_the_page() -> (
+    None
+):
+    """accelerate is in the development environment; the others where somebody installs them."""
+    paths = [ROOT / "benchmarks", ROOT / "torch-audit" / "src"]
+    environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths))}
+    done = subprocess.run(
+        [sys.executable, "-m", "audited.libraries"],
+        env=environment, capture_output=True, text=True, timeout=1500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = library_results(done.stdout)
+    page = library_results(PAGE.read_text())
+    assert any(row.startswith("accelerate") for row in printed)
+    assert printed == {row: page[row] for row in printed}

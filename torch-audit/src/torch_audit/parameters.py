@@ -19,6 +19,8 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 # The attribute in which DDP, engines and strategies hold the model, at the start of a name.
 _OUTER = {"module", "_forward_module"}
 
+DEEPSPEED = "DeepSpeed keeps gradients and updates in flat buffers, which are not read yet."
+
 
 @dataclass
 class Named:
@@ -27,6 +29,11 @@ class Named:
     tensor: Tensor
     names: tuple[str, ...]
     place: Place
+
+    @property
+    def unknown(self) -> bool:
+        """True for a tensor that no module holds."""
+        return self.names[0].startswith("optimizer.")
 
 
 def plain_name(name: str) -> str:
@@ -49,7 +56,7 @@ def refusal(tensor: Tensor) -> str:
             " FSDP2 (fully_shard), or with DDP."
         )
     if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
-        return "DeepSpeed keeps gradients and updates in flat buffers, which are not read yet."
+        return DEEPSPEED
     return ""
 
 

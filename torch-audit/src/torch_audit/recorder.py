@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
 from . import records
 from .batches import batch_of
 from .dtypes import CastsPerturbed, operations_of
-from .parameters import Named, named_parameters, refusal
+from .parameters import DEEPSPEED, Named, named_parameters, refusal
 from .perturb import perturb
 from .records import BatchRecord, ClipRecord, ParameterRecord, StepRecord
 from .shards import local_of, place_of, whole_place
@@ -321,7 +321,10 @@ class Recorder:
         The parameters are kept, so their ids stay theirs.
         """
         for each in named_parameters(unnamed):
-            if reason := refusal(each.tensor):
+            reason = refusal(each.tensor)
+            if each.unknown and "deepspeed" in sys.modules:
+                reason = DEEPSPEED
+            if reason:
                 raise Refused(reason)
             if id(each.tensor) not in self._index:
                 self._index[id(each.tensor)] = len(self._named)

@@ -23,21 +23,27 @@ class AfterTorch(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Following(spec.loader)
-        return spec
+        # It stays in place: libraries look for torch with `find_spec` long before they import it.
+        for finder in sys.meta_path:
+            spec = None
+            if finder is not self:
+                spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Following(spec.loader, self)
+                return spec
+        return None
 
 
 class _Following(Loader):
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, finder: MetaPathFinder) -> None:
         self.loader = loader
+        self.finder = finder
 
     def create_module(self, spec: ModuleSpec) -> Any:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
+        sys.meta_path.remove(self.finder)
         self.loader.exec_module(module)
         module.__spec__.loader = self.loader
         _package().start.start_recorder(os.environ)

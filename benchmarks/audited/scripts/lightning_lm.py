@@ -1,0 +1,57 @@
+"""lightning_lm.py STRATEGY RANKS ACCUMULATION: Lightning's Trainer."""
+
+import sys
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from small import MOST, STEPS, loader, new_model
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, strategy: str) -> None:
+        super().__init__()
+        self.model = new_model()
+        self.sharded = strategy == "fsdp2"
+
+    def configure_model(self) -> None:
+        if not self.sharded:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def train_dataloader(self) -> Any:
+        return loader(self.trainer.world_size, self.trainer.global_rank)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main(strategy: str, ranks: int, accumulation: int) -> None:
+    chosen: Any = strategy
+    if strategy == "fsdp2":
+        chosen = ModelParallelStrategy(
+            data_parallel_size=ranks, tensor_parallel_size=1
+        )
+    # Lightning's own dtype is float32, whatever torch's default is.
+    double = torch.get_default_dtype() == torch.float64
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=ranks, strategy=chosen, max_steps=STEPS,
+        accumulate_grad_batches=accumulation, gradient_clip_val=MOST,
+        precision="64-true" if double else "32-true",
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(Module(strategy))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
