@@ -226,6 +226,16 @@ def test_perturbed_runs_give_tolerances_with_a_floor() -> None:
     assert compare(one, far).result == EQUAL  # by the usual limits of float32
 
 
+def test_perturbed_runs_of_another_program_give_no_tolerances() -> None:
+    one = run_of(record())
+    other = run_of(record(names=("a", "b", "c")))
+    verdict = compare(one, one, [other])
+    assert (verdict.result, verdict.quantity) == (
+        NOT_COMPARABLE,
+        "perturbed runs",
+    )
+
+
 def test_a_gradient_of_nothing_but_rounding_is_not_compared() -> None:
     """A key's bias has the gradient zero: what is left is rounding, other in each layout."""
     one = record(factors={"layers.1.bias": 1e-17})

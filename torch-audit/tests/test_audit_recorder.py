@@ -402,5 +402,7 @@ def test_a_script_is_recorded_from_the_command_line_and_its_bug_is_named(
     assert "first difference: step 0, gradient" in told
     assert "= 2.0000 x reference" in told
     assert "2 = backward passes of a step (2)" in told
+    assert main(["run", "--out", str(tmp_path / "x"), "--", "no-such"]) == 2
+    assert "no-such cannot be started" in capsys.readouterr().err
     assert main(["run", "--out", one, "--", sys.executable, "-c", ""]) == 2
     assert "holds a recorded run already" in capsys.readouterr().err

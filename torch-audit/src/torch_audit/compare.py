@@ -86,6 +86,11 @@ def compare(
     for recorded in perturbed:
         numbers = [number for number in numbers if number in recorded.steps]
     verdict = Verdict(EQUAL, steps=len(numbers), measured=len(perturbed))
+    expected = set(reference.first.parameters(names))
+    if any(set(x.first.parameters(names)) != expected for x in perturbed):
+        verdict.result, verdict.quantity = NOT_COMPARABLE, "perturbed runs"
+        verdict.text = "a perturbed run is not one of the reference: its parameters have other names"
+        return verdict
     for number in numbers:
         pair = _Pair(
             number,

@@ -85,7 +85,12 @@ def record(
         # A shell inside torchrun would hand its variables on.
         for name in _DISTRIBUTED:
             environment.pop(name, None)
-    process = subprocess.Popen(list(command), env=environment, cwd=directory)
+    try:
+        process = subprocess.Popen(
+            list(command), env=environment, cwd=directory
+        )
+    except OSError as error:
+        raise LaunchError(f"{command[0]} cannot be started: {error}") from None
     live = LiveChecks(out, say)
     try:
         while process.poll() is None:
