@@ -315,9 +315,8 @@ class _Cases:
     def several_gpus(self, ranks: int) -> list[Case]:
         """NCCL with one GPU per rank."""
         n, half = ranks, ranks // 2
-        few = min(
-            n, 4
-        )  # limited by the heads, layers and tokens of the small model
+        # Limited by the heads, layers and tokens of the small model.
+        few = min(n, 4)
         over = (
             f"dp{n}; dp{n} zero3; tp{few} seq; cp{few}; pp{few} 1f1b:{2 * few}"
         )

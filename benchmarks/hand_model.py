@@ -121,9 +121,8 @@ class HandModel(nn.Module):
         self.head = Head(hidden, vocab)
         size = hidden // heads
         frequency = THETA ** -(torch.arange(0, size, 2) / size)
-        angles = torch.outer(
-            torch.arange(sequence), frequency
-        )  # (time, size / 2)
+        # (time, size / 2)
+        angles = torch.outer(torch.arange(sequence), frequency)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 

@@ -321,9 +321,8 @@ def drawn(
     ]
     layout = draw.choice(LAYOUTS)
     if kind == "mismatch" and "dp" not in layout:
-        layout = LAYOUTS[
-            0
-        ]  # every skipped operation there is a call to another rank
+        # Every skipped operation there is a call to another rank.
+        layout = LAYOUTS[0]
     ranks = (
         4
         if layout.count("2") > 1

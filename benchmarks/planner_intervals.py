@@ -188,9 +188,8 @@ def fitted(runs: Sequence[Run]) -> Floats:
     """
     squares = np.array([run.amounts for run in runs]) ** 2  # (runs, causes)
     off, weight = np.array([run.off for run in runs]), _weights(runs)
-    start = np.log(
-        np.array([_USUAL[cause] for cause in CAUSES]).T
-    )  # (2, causes)
+    # (2, causes)
+    start = np.log(np.array([_USUAL[cause] for cause in CAUSES]).T)
     at, mean, spread = start.copy(), np.zeros_like(start), np.zeros_like(start)
     for move in range(1, _MOVES + 1):
         width = np.exp(at)

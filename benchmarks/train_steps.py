@@ -217,9 +217,8 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
     model = f"model={{name='{args.size}',{sizes},sequence={SEQUENCE},batch={rows}}}"
     keys = [model, os.environ["STEPS_MASKS"]]
     if name == "phalanx":
-        keys.append(
-            "hang.timeout=0"
-        )  # other contenders take their turn while a rank waits at its gate
+        # Other contenders take their turn while a rank waits at its gate.
+        keys.append("hang.timeout=0")
         options = (
             [*words[: words.index("--backend") + 2]]
             if "--backend" in words

@@ -268,9 +268,8 @@ TITLES = {
     GLOO: "Ranks are processes over gloo, float64",
     OWN_CODE: "Small decoders of Hugging Face in transformers' own code, float64",
 }
-Since = Callable[
-    [str], int | None
-]  # returns the number of commits after this one
+# Returns the number of commits after this one.
+Since = Callable[[str], int | None]
 
 
 def page(data: Data, today: date, since: Since = commits_since) -> list[Html]:

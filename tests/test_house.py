@@ -442,11 +442,12 @@ def test_no_file_but_the_table_names_a_kind_of_operation_by_its_letter() -> (
     )
 
 
+# Which is put behind the others.
 MATMUL_NAMES = {
     name
     for name in MATMULS
     if not {"e5m2", "experts"} & {*name.replace(",", ":").split(":")}
-}  # which is put behind the others
+}
 # Names of schedules, dtypes and backends; files may spell them for a reason.
 SPELLED = {
     *SCHEDULES,

@@ -80,9 +80,8 @@ def test_the_products_of_a_decoder_are_its_weights() -> None:
     wide = {p.name: p.n * p.k for p in decoder_products(shape, 10, ["bf16"])}
     a_block = wide["8b q"] + 2 * wide["8b k, v"] + wide["8b attention out"]
     a_block += 2 * wide["8b gate, up"] + wide["8b down"]
-    assert (
-        a_block == shape.rows[1].numel - 2 * shape.hidden
-    )  # without its two norms
+    # Without its two norms.
+    assert a_block == shape.rows[1].numel - 2 * shape.hidden
 
 
 def test_more_than_all_of_a_peak_shows_that_the_peak_is_wrong() -> None:

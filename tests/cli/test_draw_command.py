@@ -210,9 +210,8 @@ def test_the_table_of_recomputation_is_what_the_literature_says(
     assert lines["none"]["time"] == 48
     assert all(line["time"] <= 48 + 16 for line in lines.values())
     for c in (2, 4, 8, 16):
-        assert (
-            lines[f"every={c}"]["peak"] == c + 16 / c - 1
-        )  # the last segment's input is a piece's
+        # The last segment's input is a piece's.
+        assert lines[f"every={c}"]["peak"] == c + 16 / c - 1
     assert (
         min(line["peak"] for line in lines.values())
         == lines["sqrt"]["peak"]

@@ -96,9 +96,8 @@ def test_the_table_is_in_the_terminal_on_the_page_and_in_the_json_with_the_same_
     assert rows["B"]["measured"] == pytest.approx(3e-3)
     assert rows["F"]["ratio"] == pytest.approx(2e-3 / rows["F"]["predicted"])
     assert rows["A"]["predicted"] > 0
-    assert (
-        args["usual"] == 0.03
-    )  # without the first, in which a process warms up
+    # Without the first, in which a process warms up.
+    assert args["usual"] == 0.03
     for row in rows.values():
         price = (
             "-"
@@ -192,10 +191,11 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     assert "name one" in both
     wide = str(run_of(tmp_path / "wide", "dp4 tp4", "NVIDIA H100 80GB HBM3"))
     assert "16 ranks" in _refused(capsys, wide, "--cluster", "h100x8")
+    # It would only be missing on the page.
     for other in (
         "nowhere",
         str(tmp_path),
-    ):  # it would only be missing on the page
+    ):
         beside = _refused(capsys, run, "--beside", wide, other)
         assert f"{other} is not the folder of a run" in beside
 

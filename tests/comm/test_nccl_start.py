@@ -268,10 +268,11 @@ class CountedStore:
         self.store, self.calls = store, 0
 
     def __getattr__(self, name):
+        # The same keys again while rank 0 waits.
         if name not in (
             "get",
             "check",
-        ):  # the same keys again while rank 0 waits
+        ):
             self.calls += 1
         return getattr(self.store, name)
 

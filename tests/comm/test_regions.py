@@ -196,18 +196,20 @@ def test_a_tally_weighs_forward_and_backward_on_meta_tensors():
     assert y.shape == (8, 6)
     y.sum().backward()
     full = 8 * 6 * 4
+    # Forward.
     kinds = [
         "all_reduce",
         "reduce_scatter",
         "all_gather",
         "all_gather",
-    ]  # forward
+    ]
+    # Backward.
     kinds += [
         "all_gather",
         "reduce_scatter",
         "all_gather",
         "all_reduce",
-    ]  # backward
+    ]
     assert world.ledger == [Message("tp", kind, full, 4) for kind in kinds]
 
 

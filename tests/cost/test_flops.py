@@ -79,15 +79,13 @@ def test_without_attention_a_step_is_6nd_of_the_weights_that_multiply(
     shape, batch, t = Shape.load(name), 2, 512
     products = shape.total - shape.rows[0].numel
     if shape.tied:
-        products += (
-            shape.vocab * shape.hidden
-        )  # the embedding, used as the output
+        # The embedding, used as the output.
+        products += shape.vocab * shape.hidden
     norms = shape.hidden * (2 if shape.norm == "layer" else 1)
     products -= norms * (2 * shape.layers + 1)
     if shape.bias == "all":
-        products -= shape.layers * (
-            9 * shape.hidden
-        )  # q k v o, up (4) and down
+        # Q k v o, up (4) and down.
+        products -= shape.layers * (9 * shape.hidden)
     attention = sum(
         op.causal for op in forward_flops(shape, batch, t) if op.attends
     )

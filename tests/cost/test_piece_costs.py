@@ -280,9 +280,8 @@ def test_pieces_that_are_alike_are_weighed_once_and_others_are_not() -> None:
     found = piece_costs(model, Layout(), 1)
     assert len(found) == 6
     assert len(set(map(id, found))) == 3
-    again = piece_costs(
-        model, Layout.parse("tp2"), 1
-    )  # the model has stayed as it was
+    # The model has stayed as it was.
+    again = piece_costs(model, Layout.parse("tp2"), 1)
     assert again[1].weights < found[1].weights
     model.pieces[2][1].attn.rope = None
     assert len(set(map(id, piece_costs(model, Layout(), 1)))) == 4

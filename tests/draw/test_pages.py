@@ -258,9 +258,8 @@ def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(
         "<b>1F0</b> forward of a piece on a microbatch: piece 1, microbatch 0"
     )
     assert "takes 0.5" in said[1]
-    assert (
-        dom.count("<canvas") == 1 + 4
-    )  # the lanes, and memory of two ranks twice
+    # The lanes, and memory of two ranks twice.
+    assert dom.count("<canvas") == 1 + 4
 
 
 @needs_chromium

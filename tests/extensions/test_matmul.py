@@ -144,9 +144,8 @@ def test_products_of_another_kind_give_the_gradients_of_plain_torch(
     assert got.keys() == want.keys()
     for name, gradient in want.items():
         apart = float((gradient - exact[name]).abs().max())
-        assert apart > 1e-9 * float(gradient.abs().max()), (
-            name
-        )  # the choice shows
+        # The choice shows.
+        assert apart > 1e-9 * float(gradient.abs().max()), name
         assert float((got[name] - gradient).abs().max()) < 0.02 * apart, name
 
 
@@ -166,6 +165,5 @@ def test_a_forward_alone_multiplies_so_too() -> None:
     )
     launch(trained, 1, Layout(), counting, backend="threads")
     linears = 7 * GQA.layers
-    assert (
-        len(calls) == 1 + 3 * linears
-    )  # forward, input's gradient, weight's gradient
+    # Forward, input's gradient, weight's gradient.
+    assert len(calls) == 1 + 3 * linears

@@ -85,9 +85,8 @@ def test_the_limits_of_all_cases_fit_into_the_whole(
     gpus: int, tmp_path: Path
 ) -> None:
     *listed, machine_file = cases("cuda", gpus, tmp_path)
-    assert (
-        sum(case.limit for case in listed) <= LIMIT
-    )  # the last takes what is left
+    # The last takes what is left.
+    assert sum(case.limit for case in listed) <= LIMIT
     assert machine_file.name == "machine file"
 
 

@@ -92,10 +92,11 @@ def test_updates_on_the_host_of_a_gpu_use_all_its_cores(
     [
         ([("a", [*range(96)])] * 8, 12),
         ([("a", [*range(96)])] * 7 + [("b", [*range(96)])], 13),
+        # Bound to cores of their own.
         (
             [("a", [0, 1]), ("a", [2, 3, 4, 5])],
             2,
-        ),  # bound to cores of their own
+        ),
         ([("a", [0, 1, 2, 3]), ("a", [2, 3])], 3),
         ([("a", [0])] * 3, 1),
     ],

@@ -113,12 +113,10 @@ def test_a_wait_for_a_gpu_that_ended_was_a_healthy_one() -> None:
     state = seen.state(now)
     assert state.device_longest >= 80.0
     assert state.device_waits == 4
-    assert (
-        state.longest <= 2.0
-    )  # an operation of the host is no longer for that
-    assert (
-        WatchedRank(entry, "a").device_longest == state.device_longest
-    )  # of a watcher started again
+    # An operation of the host is no longer for that.
+    assert state.longest <= 2.0
+    # Of a watcher started again.
+    assert WatchedRank(entry, "a").device_longest == state.device_longest
     positions.close("ended")
 
 

@@ -143,9 +143,8 @@ def test_data_read_ahead_takes_time_where_the_device_had_to_wait_for_it() -> (
 ):
     own = OwnTime(queued=True)
     spans = [Span(0, ops.COMPUTE, Op(ops.FORWARD, 0, 0), 1.0, 3.0)]
-    own.add(
-        9.0, 0.5, spans, (), ahead=1.5
-    )  # hidden behind two seconds of computing
+    # Hidden behind two seconds of computing.
+    own.add(9.0, 0.5, spans, (), ahead=1.5)
     own.add(9.0, 0.5, spans, (), ahead=6.0)
     total, *parts = own.taken()
     data = (0.5 + 0.5 + 4.0) / 2

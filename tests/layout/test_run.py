@@ -428,9 +428,8 @@ def test_a_name_of_published_weights_is_refused_until_random_ones_are_asked_for(
     name: str, tmp_path: Path
 ) -> None:
     run = Run(model=name, out=str(tmp_path / "run"))
-    assert (
-        run.shape.total > 1e8
-    )  # sizes that are known, so that the name looks real
+    # Sizes that are known, so that the name looks real.
+    assert run.shape.total > 1e8
     with pytest.raises(
         RunError, match=rf"model = '{name}' names published weights.*hf:FOLDER"
     ) as e:

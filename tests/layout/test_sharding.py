@@ -103,9 +103,8 @@ def test_the_recipe_shards_no_more_than_memory_asks_for() -> None:
             for part in (1.001, 0.999)
         )
         assert (enough.zero, less.zero) == (zero, zero + 1)
-    assert (
-        recipe(shape, 8, batch=32, precision="bf16").zero == 3
-    )  # memory unknown
+    # Memory unknown.
+    assert recipe(shape, 8, batch=32, precision="bf16").zero == 3
     # In a pipeline ZeRO-3 gathers as rarely as ZeRO-2 and holds less.
     staged = [
         recipe(Shape.load("70b"), 64, batch=64, memory=m * 1e9).zero

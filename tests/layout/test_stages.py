@@ -98,8 +98,7 @@ def test_named_stages_count_blocks_and_the_ends_take_embedding_and_head() -> (
 
 
 def test_a_dear_head_makes_the_last_stage_shorter() -> None:
-    one = Shape.load(
-        "1b"
-    )  # 16 blocks; its head costs about as much as 4 of them
+    # 16 blocks; its head costs about as much as 4 of them.
+    one = Shape.load("1b")
     lengths = [len(s) for s in stage_pieces(Layout.parse("pp4"), one)]
     assert lengths[-1] - 1 < lengths[1]

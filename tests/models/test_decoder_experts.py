@@ -225,9 +225,8 @@ def test_losses_of_a_router_have_the_gradients_of_transformers(
         bool(g.any())
         for g in torch.autograd.grad(router(x)[0].sum() * 0.0, inputs)
     )
-    with (
-        torch.no_grad()
-    ):  # as a forward that is computed again later: the counts alone
+    # As a forward that is computed again later: the counts alone.
+    with torch.no_grad():
         again = router(x, valid).terms
     assert {*again} == {CHOICES}
     assert torch.equal(again[CHOICES], choices)

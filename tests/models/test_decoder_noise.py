@@ -58,9 +58,8 @@ def test_a_slice_of_heads_has_the_slice_of_the_mask() -> None:
         assert torch.equal(got == 0, want == 0)
         torch.testing.assert_close(got, want)
     columns = (full == 0).flatten(0, 1).T
-    assert (
-        columns.unique(dim=0).shape == columns.shape
-    )  # no two features share a mask
+    # No two features share a mask.
+    assert columns.unique(dim=0).shape == columns.shape
 
 
 def test_the_rate_holds_for_every_token_feature_place_and_block() -> None:

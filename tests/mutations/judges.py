@@ -54,9 +54,8 @@ class Tree:
     """A copy of the tracked files, in which one file at a time is changed."""
 
     folder: Path
-    texts: dict[Path, str] = field(
-        default_factory=dict
-    )  # of the files of tests
+    # Of the files of tests.
+    texts: dict[Path, str] = field(default_factory=dict)
 
     @property
     def tests(self) -> dict[Path, str]:

@@ -37,13 +37,14 @@ PACKAGES = {
         "verify",
     )
 } | {"torch_shm": Path("torch-shm", "src", "torch_shm")}
+# Folders that Python imports from.
 IMPORTED = (
     "src",
     "torch-shm/src",
     "rank-watch/src",
     "torch-audit/src",
     "lab/src",
-)  # folders that Python imports from
+)
 
 # Each shape, option, schedule and backend, in commands that take some seconds each.
 CASES = (

@@ -391,9 +391,8 @@ class _Place:
                 else child.name
             )
             place = replace(place, function=name)
-        if isinstance(
-            child, ast.FunctionDef
-        ):  # its defaults matter to all of it
+        # Its defaults matter to all of it.
+        if isinstance(child, ast.FunctionDef):
             whole = range(child.lineno, (child.end_lineno or 0) + 1)
             return replace(
                 place, lines=whole, binds=frozenset(), at_import=False

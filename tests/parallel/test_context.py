@@ -135,9 +135,8 @@ def _worst(
             batch["tokens"].shape[1],
         )
         errors.append(_error(got, _attend(Core(), batch)))
-    return float(
-        torch.tensor(errors).max()
-    )  # NaN, where something is missing, stays
+    # NaN, where something is missing, stays.
+    return float(torch.tensor(errors).max())
 
 
 def _threads(ranks: int):
@@ -369,9 +368,8 @@ def _kept_bytes(
 @pytest.mark.parametrize("documents", (False, True))
 def test_what_is_kept_for_backward_falls_as_one_over_the_ranks(documents):
     batch = _batch(64, 4, 2, documents=documents)
-    per_token = 8 * (
-        2 * 4 * SIZE + 2 * 2 * SIZE + 4
-    )  # q and out, k and v, lse
+    # Q and out, k and v, lse.
+    per_token = 8 * (2 * 4 * SIZE + 2 * 2 * SIZE + 4)
     for ring, ulysses in ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2)):
         ranks = ring * ulysses
         # The documents of the batch are on every place, for all blocks of a model together.

@@ -104,9 +104,8 @@ def test_bytes_that_are_promised_are_those_of_8_bits(zero: int) -> None:
     (wide, home), (narrow, home_narrow) = sizes("fp8"), sizes("fp8:tile")
     size, shard = padded(NUMBERS, 3), padded(NUMBERS, 3) // 3 * 4
     squares = 7  # each matrix is less than one
-    beside = (
-        2 * (2 * 16 + squares) + 4 * squares
-    )  # norms and largest numbers; scales
+    # Norms and largest numbers; scales.
+    beside = 2 * (2 * 16 + squares) + 4 * squares
     if zero == 3:
         assert (wide, narrow) == (2 * size, size)
         assert (home, home_narrow) == (shard, shard + beside)

@@ -169,14 +169,12 @@ def test_devices_without_a_cluster_are_joined_by_their_own_fastest_link() -> (
         "rtx-4090",
         "rtx-4090x2",
     )
-    assert pair.levels[0].bandwidth == pytest.approx(
-        31.5e9, rel=1e-3
-    )  # PCIe 4 x16
+    # PCIe 4 x16.
+    assert pair.levels[0].bandwidth == pytest.approx(31.5e9, rel=1e-3)
     servers = cluster("rtx-4090x16")
     assert [level.size for level in servers.levels] == [8, 2]
-    assert servers.levels[1].bandwidth == pytest.approx(
-        12.5e9 / 8
-    )  # Ethernet of 100 Gb/s for eight
+    # Ethernet of 100 Gb/s for eight.
+    assert servers.levels[1].bandwidth == pytest.approx(12.5e9 / 8)
 
 
 def test_the_hierarchy_gets_slower_and_larger_outward() -> None:

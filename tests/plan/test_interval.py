@@ -74,9 +74,8 @@ def test_what_nobody_measured_of_a_device_counts_by_its_part_of_the_work() -> (
     None
 ):
     b200 = _amounts("b200x8")
-    attention = (
-        8192 * 4096 * 32 / (8192 * 4096 * 32 + SHAPE.active)
-    )  # 6 s h l beside 6 N of a token
+    # 6 s h l beside 6 N of a token.
+    attention = 8192 * 4096 * 32 / (8192 * 4096 * 32 + SHAPE.active)
     assert b200 == {
         "base": 1.0,
         "device": 1.0,

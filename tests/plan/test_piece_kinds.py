@@ -217,10 +217,11 @@ def test_each_stage_holds_the_weights_of_its_own_blocks(text: str) -> None:
 
 # The totals that are published, in units of their last digit.
 PUBLISHED = {
+    # Radford et al. 2019: the weights of gpt2 on the hub.
     "124m": (
         124_439_808,
         1,
-    ),  # Radford et al. 2019: the weights of gpt2 on the hub
+    ),
     "1b": (1_235_814_400, 1),  # the weights of Llama-3.2-1B on the hub
     "8b": (8_030_261_248, 1),  # of Meta-Llama-3-8B
     "70b": (70_553_706_496, 1),  # of Meta-Llama-3-70B
@@ -228,15 +229,17 @@ PUBLISHED = {
     "1t-gpt": (1008.0e9, 0.1e9),  # Narayanan et al. 2021, table 1
     "8x7b": (46_702_792_704, 1),  # the weights of Mixtral-8x7B-v0.1 on the hub
     "30b-a3b": (30_532_122_624, 1),  # of Qwen3-30B-A3B
+    # OpenAI 2025, the model card of gpt-oss, table 1.
     "gpt-oss-20b": (
         20.91e9,
         0.01e9,
-    ),  # OpenAI 2025, the model card of gpt-oss, table 1
+    ),
     "gpt-oss-120b": (116.83e9, 0.01e9),
+    # DeepSeek-AI 2024, the technical report: without its MTP module.
     "deepseek-v3": (
         671.0e9,
         0.1e9,
-    ),  # DeepSeek-AI 2024, the technical report: without its MTP module
+    ),
     # Our own, by hand: the sums of their weights.
     "25m": (
         8 * (4 * 512 * 512 + 3 * 512 * 1376 + 2 * 512) + 2 * 256 * 512 + 512,
@@ -324,9 +327,8 @@ def test_bounds_hold_for_blocks_of_several_kinds(
         assert screened.follow(i) <= found.step * (1 + 1e-9), layout
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
         near += screened.step[i] / found.step
-    assert (
-        near / len(sample) > 0.8
-    )  # a bound that says nothing screens nothing
+    # A bound that says nothing screens nothing.
+    assert near / len(sample) > 0.8
 
 
 def test_screening_never_loses_the_best_layout_of_a_mixed_model() -> None:

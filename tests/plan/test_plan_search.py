@@ -373,9 +373,8 @@ def test_bounds_hold_where_pieces_are_frozen(frozen: tuple[str, ...]) -> None:
         )
         assert screened.step[i] <= found.step * (1 + 1e-9), layout
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
-        less += (
-            found.bytes < 0.9 * all_.bytes
-        )  # not where a rank that freezes nothing is the fullest
+        # Not where a rank that freezes nothing is the fullest.
+        less += found.bytes < 0.9 * all_.bytes
     assert less
 
 
@@ -390,9 +389,8 @@ def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> (
     space, pricer = Space(asked, recomputes=("none",)), Pricer(asked)
     screened = Screened(space, pricer)
     shared = [i for i in range(len(screened)) if screened.at(i)[1].grid.ep > 1]
-    assert {screened.at(i)[1].grid.ep for i in shared} == {
-        2
-    }  # 4 do not divide 6
+    # 4 do not divide 6.
+    assert {screened.at(i)[1].grid.ep for i in shared} == {2}
     for i in shared[::3]:
         layout = screened.layout(i)
         assert not legal(layout, shape, batch=8)
@@ -461,9 +459,8 @@ def test_overlap_hides_what_travels_beside_the_backward_of_another_microbatch(
     texts = (f"ep2{words} accum:{count} bf16" for words in ("", " overlap"))
     apart, beside = judge(asked, [Layout.parse(text) for text in texts])
     network, tokens = hardware("h100x2").network, ROUTED.sequence
-    sent = (
-        2.0 * tokens * ROUTED.top_k * ROUTED.hidden
-    )  # bytes of one microbatch
+    # Bytes of one microbatch.
+    sent = 2.0 * tokens * ROUTED.top_k * ROUTED.hidden
     exchange = network.seconds("all_to_all", sent, 2, 1)
     hidden = 4 * (count - 1) * ROUTED.layers * exchange
     assert apart.step - beside.step == pytest.approx(hidden, rel=1e-6)

@@ -102,9 +102,8 @@ def test_a_product_with_one_row_is_bound_by_reading_its_weights() -> None:
 
 def test_a_tile_too_many_costs_a_whole_wave() -> None:
     chip = Roofline(device("a100-80"))
-    full = chip.product(
-        Product(128 * 12, 4096, 256 * 9), "bf16"
-    )  # 108 tiles: one wave
+    # 108 tiles: one wave.
+    full = chip.product(Product(128 * 12, 4096, 256 * 9), "bf16")
     more = chip.product(Product(128 * 12, 4096, 256 * 9 + 256), "bf16")
     assert more > 1.2 * full * 10 / 9
 
@@ -334,9 +333,8 @@ def test_narrow_heads_cost_attention_less_before_its_third_generation() -> (
             wide, "bf16", kernel
         )
 
-    assert slower("flash-2") == pytest.approx(
-        189 / 171, rel=0.01
-    )  # Dao 2023, figure 4
+    # Dao 2023, figure 4.
+    assert slower("flash-2") == pytest.approx(189 / 171, rel=0.01)
     assert slower("flash-3") > 1.2
 
 
@@ -602,9 +600,8 @@ def test_weights_in_squares_with_one_scale_are_gathered_in_8_bits(
     assert costs[ops.AGREE_SCALES, 1] == hardware.network.seconds(
         "all_reduce", size, 8, 1
     )
-    assert (
-        costs[ops.AGREE_SCALES, 0] == 0.0
-    )  # the embedding is gathered in 16 bits
+    # The embedding is gathered in 16 bits.
+    assert costs[ops.AGREE_SCALES, 0] == 0.0
 
 
 def test_a_bucket_is_the_most_of_a_piece_that_is_gathered_or_sent_at_once() -> (

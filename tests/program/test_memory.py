@@ -306,9 +306,8 @@ def test_recomputation_costs_at_most_one_forward_and_holds_inputs_and_one_segmen
         held = {}
         for c in range(1, n + 1):
             extra, held[c] = _cost_of(f"every={c}", n)
-            assert (
-                extra == (n - 1) // c * c
-            )  # all but the last segment, which is fresh
+            # All but the last segment, which is fresh.
+            assert extra == (n - 1) // c * c
             assert extra <= n
             assert held[c] <= -(-n // c) + c
         assert _cost_of("all", n) == _cost_of("every=1", n)

@@ -189,9 +189,8 @@ def test_gathers_run_ahead_by_the_prefetch_distance_and_the_pool_has_one_more(
         if m > 1 or pieces > 2:
             assert _most_gathered(program, 0) == min(prefetch + 1, pieces)
         once = step(f"dp2 zero1 accum:{m} prefetch:{prefetch}", pieces)
-        before = [op.kind for op in once.rows[0]].index(
-            "F"
-        ) - 1  # the count of tokens
+        # The count of tokens.
+        before = [op.kind for op in once.rows[0]].index("F") - 1
         assert before == (pieces if prefetch else 1)
         assert check(program).counts[0].kinds["gathered"] == _most_gathered(
             program, 0
@@ -408,10 +407,11 @@ def test_a_last_segment_that_was_just_computed_is_not_computed_again() -> None:
     ("mode", "segments"),
     [
         ("every=4", [range(8), range(8, 12)]),
+        # The root of 6 rounds to 2.
         (
             "sqrt",
             [range(2), range(2, 8), range(8, 12)],
-        ),  # the root of 6 rounds to 2
+        ),
     ],
 )
 def test_a_segment_counts_the_three_pieces_of_a_block_with_experts_as_one(

@@ -58,9 +58,8 @@ SPANS = (
     Span(0, "gather", Op("G", 0), 0.0, 3.0),  # nothing is computed until 2
     Span(0, "compute", F, 2.0, 5.0),
     Span(0, "act", Op(">", 0, 0, "F", 1), 5.0, 5.5),
-    Span(
-        0, "reduce", Op("S", 0), 5.0, 9.0
-    ),  # exposed from 5.5 to 6 and from 8 to 9
+    # Exposed from 5.5 to 6 and from 8 to 9.
+    Span(0, "reduce", Op("S", 0), 5.0, 9.0),
     Span(0, "compute", B, 6.0, 8.0),
     Span(1, "compute", F, 0.0, 10.0),
 )
@@ -205,9 +204,8 @@ def test_each_rank_has_the_rows_that_plain_tensors_say() -> None:
         # the vocabulary over tp
         assert torch.equal(whole[a:b, c:d], whole.chunk(2)[rank % 2])
         seen += whole[a:b, c:d].flatten()[first:last].tolist()
-    assert (
-        sorted(seen) == whole.flatten().tolist()
-    )  # each number has one owner
+    # Each number has one owner.
+    assert sorted(seen) == whole.flatten().tolist()
     drawn = shards_svg(slices, 860)
     shown = [words.split(";")[0] for _, words in tips(drawn, "rect")]
     assert len(shown) == len(set(shown))

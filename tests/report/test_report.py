@@ -158,9 +158,8 @@ def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
     assert not re.search(
         r"https?:|//[a-z]+\.|@import|url\(|<iframe|\ssrc=", page
     )
-    assert (
-        page.count("<script") == 3
-    )  # the timeline, its data, and what tells of marks
+    # The timeline, its data, and what tells of marks.
+    assert page.count("<script") == 3
     assert re.findall(r"<link[^>]*>", page) == [
         '<link rel="icon" href="data:,">'
     ]

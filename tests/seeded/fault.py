@@ -104,9 +104,8 @@ def counted_by(
 ) -> Iterator[None]:
     """Count the loss's divisor with this function temporarily."""
     right = BY_TARGETS.count
-    object.__setattr__(
-        BY_TARGETS, "count", count
-    )  # a value shared by all executors
+    # A value shared by all executors.
+    object.__setattr__(BY_TARGETS, "count", count)
     try:
         yield
     finally:

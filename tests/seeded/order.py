@@ -75,10 +75,11 @@ def _() -> AbstractContextManager[None]:
         kept = self.batches, self.completed
         if self.local.pieces[op.piece].last:
             first, second, third = self.batches
+            # Equal in size.
             self.batches, self.completed = (
                 [first, third, second],
                 {},
-            )  # equal in size
+            )
         right(self, op)
         self.batches, self.completed = kept
 

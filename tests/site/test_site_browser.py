@@ -161,11 +161,12 @@ def test_text_in_a_link_is_shown_and_never_run(
     address = f"{(site / 'playground.html').as_uri()}?{field}#{field}="
     tab.open(address + "".join(f"%{byte:02x}" for byte in words.encode()))
     tab.wait(ANSWERED, 120)
+    # Of which nothing is quoted.
     if field not in (
         "batch",
         "sequence",
         "config",
-    ):  # of which nothing is quoted
+    ):
         assert "<" in text_of(tab, "wrong") or "<" in text_of(tab, "verdict")
     assert tab.js("document.images.length") == 0
     assert tab.js("document.title") == "phalanx playground"

@@ -79,11 +79,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Seen]:
     }
 
 
+# Which `make site` writes, too.
 OTHERS = {
     "playground.html",
     "exercises.html",
     "lab.html",
-}  # which `make site` writes, too
+}
 
 
 def test_every_link_leads_to_a_page_and_its_heading_or_is_a_citation(

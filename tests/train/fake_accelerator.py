@@ -135,10 +135,11 @@ class Watching(TorchDispatchMode):
         if name in WITHIN:  # what it does, and not only what it puts out
             with self:
                 return WITHIN[name](*args)
+        # They have no fake form.
         if name in (
             "addmm.dtype_out",
             "mm.dtype_out",
-        ):  # they have no fake form
+        ):
             assert (
                 kwargs["out"].dtype
                 == torch.float32

@@ -213,9 +213,8 @@ def run_loop(
 ) -> Trained:
     """The loop with phalanx."""
     model = tiny()
-    if (
-        world.rank
-    ):  # ranks begin with the weights of rank 0, whatever they have drawn
+    # Ranks begin with the weights of rank 0, whatever they have drawn.
+    if world.rank:
         with torch.no_grad():
             model.head.output.weight.zero_()
     own = optimizer_of(optimizer, model)

@@ -527,9 +527,8 @@ def test_tokens_of_another_tokenizer_are_not_gone_on_with(
     )
     prepare(source, tmp_path / "out", open_vocabulary(folder), share=0.0)
     other = copied(folder, tmp_path / "other", PLAIN)
-    prepare(
-        source, tmp_path / "out", open_vocabulary(other), share=0.0
-    )  # as it was
+    # As it was.
+    prepare(source, tmp_path / "out", open_vocabulary(other), share=0.0)
     (other / name).write_text((other / name).read_text() + " ")
     with pytest.raises(
         DataError, match="begun from other sources or with other settings"

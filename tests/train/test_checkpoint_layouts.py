@@ -61,9 +61,8 @@ def test_copies_of_heads_padding_and_other_optimizers(
     trained(tmp_path / "a", layout, shape=GQA, optimizer=optimizer)
     path = tmp_path / "a" / "step-00000002"
     manifest = read_manifest(path)
-    for (
-        tensor
-    ) in manifest.tensors:  # no number is written twice, and all of them are
+    # No number is written twice, and all of them are.
+    for tensor in manifest.tensors:
         numbers = sum(p.stop - p.start for p in tensor.shards)
         padding = {"embed.tokens.weight", "head.output.weight"} | {
             t.name for t in manifest.tensors if ".mlp." in t.name
@@ -187,9 +186,8 @@ def test_the_newest_stay_and_what_was_begun_and_left_goes(
         "step-00000004",
     ]
     before = hash_tensors(tmp_path / "step-00000004")
-    resaved(
-        tmp_path, "tp2", tmp_path
-    )  # the same step once more, where it already is
+    # The same step once more, where it already is.
+    resaved(tmp_path, "tp2", tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "step-00000003",
         "step-00000004",

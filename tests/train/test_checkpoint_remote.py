@@ -396,9 +396,8 @@ def test_tries_that_get_no_further_are_no_progress_and_one_that_moved_much_is(
     clock: type[Clock],
 ) -> None:
     task = Task(lambda task: "")
-    for _ in range(
-        6
-    ):  # each accepts ten calls, and hangs for a while at the eleventh
+    # Each accepts ten calls, and hangs for a while at the eleventh.
+    for _ in range(6):
         task.begin_try()
         for _ in range(10):
             task.moved()

@@ -355,9 +355,8 @@ def corpora_of(*sizes: int, weights: tuple[int, ...]) -> tuple[Corpus, ...]:
 def test_a_mixed_run_shows_each_corpus_in_its_own_order_and_share(
     weights: tuple[int, ...],
 ) -> None:
-    corpora = corpora_of(
-        41, 81, 161, weights=weights
-    )  # 10, 20 and 40 sequences
+    # 10, 20 and 40 sequences.
+    corpora = corpora_of(41, 81, 161, weights=weights)
     batches = Batches(corpora, 4, 6, seed=5)
     tokens = torch.cat(
         [batches.batch(step)["tokens"][:, 0] for step in range(35)]

@@ -274,17 +274,15 @@ def test_a_rank_that_fails_mid_step_ends_all_with_the_operation_each_was_at(
     if how == "raises":
         assert "a cosmic ray" in said
         assert "rank 1 was at 5B0" in said
-    assert re.search(
-        r"Rank 0 was at \d[A-Z]\d", said
-    )  # how far it came is chance
+    # How far it came is chance.
+    assert re.search(r"Rank 0 was at \d[A-Z]\d", said)
 
 
 def deaf(world: World, layout: Layout) -> None:
     performer, own = performer_of(world, layout)
     if world.rank == 1:
-        performer.handlers[">"] = lambda op: (
-            None
-        )  # a message that is never sent
+        # A message that is never sent.
+        performer.handlers[">"] = lambda op: None
     performer.step(own, 1e-3)
 
 

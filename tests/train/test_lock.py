@@ -155,9 +155,8 @@ def _racer(folder: Path, go: Event, results: Any) -> None:
     try:
         with hold_run(folder):
             inside = folder / "inside"
-            descriptor = os.open(
-                inside, os.O_CREAT | os.O_EXCL
-            )  # fails if two are in
+            # Fails if two are in.
+            descriptor = os.open(inside, os.O_CREAT | os.O_EXCL)
             time.sleep(0.05)
             os.close(descriptor)
             inside.unlink()
@@ -369,10 +368,11 @@ def test_signals_that_ask_for_it_save_and_stop(
 ) -> None:
     out = tmp_path / "run"
     run = begin(out, f"layout={layout}", "checkpoint.every=7")
+    # As a terminal does that closes.
     for each in [
         run.pid,
         *_children(run.pid),
-    ]:  # as a terminal does that closes
+    ]:
         os.kill(each, number)
     assert run.wait(60) == 75
     (stopped,) = records(out, "stop")

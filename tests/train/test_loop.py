@@ -94,9 +94,8 @@ def test_the_parts_of_goodput_are_the_time_that_passed(alone: Path) -> None:
 
 
 def test_bits_per_byte_are_the_validation_loss_in_bits(alone: Path) -> None:
-    for one in records(
-        alone, "validation"
-    ):  # a token of the built-in data is a byte
+    # A token of the built-in data is a byte.
+    for one in records(alone, "validation"):
         assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2))
 
 
@@ -167,9 +166,8 @@ def test_a_run_goes_on_in_another_layout(
     run = small(out, "validation.every=2", "checkpoint.every=1")
 
     def rate(choice: OptimizerChoice, at: int, steps: int) -> float:
-        (
-            out / "STOP"
-        ).touch()  # somebody asks to stop within each start's first step
+        # Somebody asks to stop within each start's first step.
+        (out / "STOP").touch()
         return learning_rate(choice, at, steps)
 
     with monkeypatch.context() as patched:
@@ -266,9 +264,8 @@ def test_a_step_that_is_not_finite_is_skipped_everywhere_and_its_place_named(
     assert skip["why"].endswith(
         f"first in the output of piece layers.{piece - 1} on rank 1"
     )
-    assert weights(out, 2) == weights(
-        out, 3
-    )  # untouched, the optimizer's averages too
+    # Untouched, the optimizer's averages too.
+    assert weights(out, 2) == weights(out, 3)
     assert weights(out, 3) != weights(out, 4)
     assert records(out, "step")[2]["loss"] == "nan"
     assert math.isfinite(records(out, "step")[4]["loss"])

@@ -124,6 +124,7 @@ H100, B200, RTX5090 = (9, 0), (10, 0), (12, 0)
     [
         (H100, 91900, BF16, 128, CUDNN, EFFICIENT),
         (B200, 91900, FP16, 64, CUDNN, EFFICIENT),
+        # Before 9.15.1 torch prefers flash.
         (
             H100,
             91400,
@@ -131,7 +132,7 @@ H100, B200, RTX5090 = (9, 0), (10, 0), (12, 0)
             128,
             FLASH,
             EFFICIENT,
-        ),  # before 9.15.1 torch prefers flash
+        ),
         (H100, 91900, BF16, 192, FLASH, EFFICIENT),
         (H100, 91900, BF16, 320, EFFICIENT, EFFICIENT),
         (H100, 91900, BF16, 60, PLAIN, PLAIN),

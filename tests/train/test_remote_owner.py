@@ -225,9 +225,8 @@ def test_another_start_of_the_same_run_is_refused_until_its_heartbeat_is_old(
     _age(url, remote_owner.STALE + 1)
     owner = claimed(url, runs["first"])
     assert written(url).start == owner.me.start
-    assert (
-        list(listing(url)) == []
-    )  # no file that the look at its age has left
+    # No file that the look at its age has left.
+    assert list(listing(url)) == []
 
 
 def _age(url: str, seconds: float) -> None:
@@ -303,9 +302,8 @@ def test_who_is_known_to_be_gone_is_not_waited_for() -> None:
         B,
         7,
     )
-    other = replace(
-        me, start=new_id(), folder=A
-    )  # another folder on this machine
+    # Another folder on this machine.
+    other = replace(me, start=new_id(), folder=A)
     assert not gone(other, me)
     assert gone(replace(other, pid=dead.pid), me)
     # the number is another process's by now

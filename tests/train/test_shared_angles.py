@@ -138,7 +138,8 @@ def test_only_microbatches_under_way_have_their_angles() -> None:
         executor.step(own, 1e-3)
         return executor.most
 
+    # As many as 1F1B has under way.
     assert launch(most, 2, backend="threads") == [
         2,
         1,
-    ]  # as many as 1F1B has under way
+    ]

@@ -276,9 +276,8 @@ def test_every_operation_starts_and_ends_when_simulate_says(
     if text == "tp2 seq":
         kinds = {**kinds, ops.REDUCE: 0.0}
     routed = SHAPES[shape].experts > 0
-    if (
-        routed
-    ):  # a block's experts are a unit of their own, whose calls are others
+    # A block's experts are a unit of their own, whose calls are others.
+    if routed:
         kinds = {**kinds, "S": 0.0, "G": 0.0}
     ranks = launch(
         timed_step,

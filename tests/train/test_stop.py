@@ -306,16 +306,13 @@ def test_a_file_counts_if_all_its_times_lie_between_the_start_and_now() -> (
 ):
     assert made_between(100.0, 110.0, 105.0, 105.0)
     assert made_between(100.0, 110.0, 100.0, 110.0)
-    assert not made_between(
-        100.0, 110.0, 99.0, 105.0
-    )  # moved here: it was made before
+    # Moved here: it was made before.
+    assert not made_between(100.0, 110.0, 99.0, 105.0)
     assert not made_between(100.0, 110.0, 99.0, 99.0)
-    assert not made_between(
-        100.0, 110.0, 710.0, 105.0
-    )  # touch -d "10 minutes"
-    assert not made_between(
-        100.0, 110.0, 710.0, 710.0
-    )  # the clock was set back since
+    # Touch -d "10 minutes".
+    assert not made_between(100.0, 110.0, 710.0, 105.0)
+    # The clock was set back since.
+    assert not made_between(100.0, 110.0, 710.0, 710.0)
 
 
 # A day old, and not ten minutes: the file counts if it is younger than this process, and the tests

@@ -275,9 +275,8 @@ def test_what_is_made_first_is_named_first() -> None:
         got = replace(in_step(0, **changes), validation=9.0)
         if number == 0:
             got.start["a"][0] += 1
-        if (
-            what == "routing"
-        ):  # of the same piece; the piece before has no routers
+        # Of the same piece; the piece before has no routers.
+        if what == "routing":
             got.steps[0].outputs["embed"] = step.outputs["embed"]
         found = first(got)
         assert found is not None

@@ -160,12 +160,13 @@ def ignoring(
         ("adamw", "eps", 1e-8, 0),
         ("adamw", "beta2", 0.95, 1),
         ("adamw", "beta1", 0.9, 1),
+        # Not 0, with which torch refuses the buffers.
         (
             "sgd",
             "momentum",
             1e-30,
             1,
-        ),  # not 0, with which torch refuses the buffers
+        ),
     ],
 )
 def test_an_option_of_an_optimizer_that_is_ignored_is_caught(
@@ -640,9 +641,8 @@ def test_a_comparison_that_would_not_fit_is_refused_with_the_numbers(
     assert main(["verify", "--model", "8b", "--layouts", "dp2; tp2"]) == 2
     said = capsys.readouterr().err
     assert "verify --model 8b needs about" in said
-    assert (
-        "'tp2 fp64'" in said
-    )  # the larger of the two: its ranks repeat activations
+    # The larger of the two: its ranks repeat activations.
+    assert "'tp2 fp64'" in said
     assert "GiB are available" in said
     assert "--memory GIB" in said
     assert main(["verify", "--layouts", "dp2", "--memory", "0.01"]) == 2

@@ -13,10 +13,11 @@ from pathlib import Path
 from .processes import stat_of
 
 RATE = 0.05  # of a core, since work was last seen
+# Bytes, and bytes a second, of threads that are not the rank's own.
 BYTES, BYTES_RATE = (
     1 << 16,
     4096,
-)  # bytes, and bytes a second, of threads that are not the rank's own
+)
 EVERY = 0.5  # seconds between two samples: each reads a file per thread
 # /proc counts processor time in ticks, usually of 10 ms.
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")

@@ -18,12 +18,10 @@ from .rank_state import RankState, pack, unpack
 from .ranks_folder import ASKED, RanksFolder
 from .untrusted import parse_object, whole
 
-FRESH = (
-    10 * 10**9
-)  # nanoseconds by which an answer may be older than the question
-LAST = (
-    -1
-)  # instead of a time: the watcher has ended, and no further answer will come
+# Nanoseconds by which an answer may be older than the question.
+FRESH = 10 * 10**9
+# Instead of a time: the watcher has ended, and no further answer will come.
+LAST = -1
 ASK_EVERY = 2.0  # seconds
 RECENT = 6.0  # seconds for which a watcher trusts an answer
 _POLL = 0.25

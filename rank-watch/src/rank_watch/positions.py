@@ -42,10 +42,11 @@ ASKS, ANSWERS = 21, 22
 TOKEN = 24  # a random number, by which ranks find out if they are on one host
 WORDS = 32
 NOTE, ROOM = 256, 2048  # bytes of the page: a note on the current phase
+# Number of collectives made on each group, one word each.
 COUNTS, GROUPS = (
     4096,
     1024,
-)  # number of collectives made on each group, one word each
+)
 RING = COUNTS + 8 * GROUPS
 CALLS_KEPT = 1024
 # number, group, text, operation, peer, and index among the peer's or group's calls
@@ -100,9 +101,8 @@ class Positions:
         ]
         # Ranks that are threads come and go in one process, which may open few files.
         weakref.finalize(self, _close, self._files)
-        self._map = mmap.mmap(
-            self._files[0], SIZE
-        )  # -1: no other process can read it
+        # -1: no other process can read it.
+        self._map = mmap.mmap(self._files[0], SIZE)
         self._bytes = memoryview(self._map)
         self.words: memoryview[int] = self._bytes[: WORDS * 8].cast("q")
         self._counts = self._bytes[COUNTS:RING].cast("q")
@@ -111,9 +111,8 @@ class Positions:
         self._groups = 0
         self._messages: dict[tuple[int, int], int] = {}
         self._lines = 0
-        self.notices: deque[str] = deque(
-            maxlen=100
-        )  # for the run's log, from threads
+        # For the run's log, from threads.
+        self.notices: deque[str] = deque(maxlen=100)
         # intervals of waiting in calls in this step, by time.perf_counter
         self.waits: list[tuple[float, float]] = []
         self._stop = threading.Event()

@@ -313,9 +313,8 @@ class PreparedRun:
         self._updater.stepped()
         self.steps += 1
         metrics = dict(zip(self._metrics, result.metrics, strict=True))
-        assert (
-            result.norm is not None
-        )  # every program of `prepare` computes the norm
+        # Every program of `prepare` computes the norm.
+        assert result.norm is not None
         return StepOutcome(
             self.steps, result.total, result.norm, metrics, result.finite
         )

@@ -22,6 +22,7 @@ from .signature import with_keywords
 from .trainers import trainer_file
 
 SEQUENCES = 1 << 24  # per step, as in a run file
+# Factors on the least memory needed.
 _MORE_ROOM = (
     1.0,
     1.1,
@@ -29,7 +30,7 @@ _MORE_ROOM = (
     1.5,
     2.0,
     3.0,
-)  # factors on the least memory needed
+)
 _MORE_DEVICES = (2, 4, 8, 16)
 
 

@@ -77,9 +77,8 @@ class StepTerms(TypedDict, total=False):
 
 
 # Keywords that a layout or a program file defines itself.
-OF_A_SCHEDULE = tuple(StepTerms.__annotations__)[
-    :9
-]  # from `stages` to `recompute`
+# From `stages` to `recompute`.
+OF_A_SCHEDULE = tuple(StepTerms.__annotations__)[:9]
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,8 @@ class Thoroughness:
     ranks: int = 0  # 0: the number of GPUs, or 4 on a CPU
     backend: str = "auto"
     model: str = "124m"
-    sizes: tuple[int, ...] = tuple(
-        4096 << 2 * i for i in range(7)
-    )  # to 16 MiB
+    # To 16 MiB.
+    sizes: tuple[int, ...] = tuple(4096 << 2 * i for i in range(7))
     with_host: bool = False
 
     def worlds(self, device: LocalDevice) -> tuple[int, ...]:

@@ -110,9 +110,8 @@ def measure_block(
         for product in products
         if not product.weight.adapts
     )
-    attention = (
-        sequence * shape.pair_work // 2
-    )  # multiply-adds per token, causal
+    # Multiply-adds per token, causal.
+    attention = sequence * shape.pair_work // 2
     # Three times 2 FLOPs for each multiply-add: forward, and twice in the
     # backward.
     tokens = 3 * 2.0 * batch * sequence

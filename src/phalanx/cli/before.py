@@ -106,9 +106,8 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     # Offloaded state is in this machine's memory, too.
     cut = Layout(layout.mesh, zero=layout.zero) if layout else Layout()
     held = held_bytes(cut, buffers)
-    copies = (
-        layout.copies if layout else 1
-    )  # ranks that hold a part of each weight
+    # Ranks that hold a part of each weight.
+    copies = layout.copies if layout else 1
     gradient = held.gradient
     # ZeRO-2 and 3 hold shards of the gradient, not whole ones.
     if layout and layout.zero >= 2 and held.gradient_shard:

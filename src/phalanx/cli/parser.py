@@ -47,9 +47,8 @@ def whole(
     def parse(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text):
             raise UsageError(f"is {text[:60]!r}; write a whole number.")
-        many = (
-            len(text) > 30
-        )  # Python refuses to parse numbers of thousands of digits
+        # Python refuses to parse numbers of thousands of digits.
+        many = len(text) > 30
         if many or not least <= int(text) <= most:
             shown = (
                 "a number with too many digits" if many else f"{int(text):,}"
@@ -353,9 +352,8 @@ class Parser(argparse.ArgumentParser):
         args.quiet = args.quiet or getattr(args, "json", False)
         _PROGRESS.setLevel(logging.WARNING if args.quiet else logging.INFO)
         if args.verbose:
-            logging.basicConfig(
-                format="%(name)s: %(message)s"
-            )  # to standard error
+            # To standard error.
+            logging.basicConfig(format="%(name)s: %(message)s")
         return args
 
     def _without_bare_dashes(self, argv: Sequence[str]) -> list[str]:

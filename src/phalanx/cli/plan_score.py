@@ -67,9 +67,8 @@ def run(argv: Sequence[str]) -> int:
     return result(args, figures, score_text(scores, each_run=args.each))
 
 
-_LINE = re.compile(
-    r"line (\d+)[,:] (.*)"
-)  # a reason that starts with its line number
+# A reason that starts with its line number.
+_LINE = re.compile(r"line (\d+)[,:] (.*)")
 
 # The heading and the columns of each table.
 _ERRORS = (

@@ -68,9 +68,8 @@ if TYPE_CHECKING:
 _INTERRUPTED = (
     "The step is finished and saved. Ctrl-C again ends the run at once."
 )
-_BEGUN = (
-    time.time()
-)  # a STOP file older than this process is from an earlier run
+# A STOP file older than this process is from an earlier run.
+_BEGUN = time.time()
 
 
 def run(argv: list[str]) -> int:
@@ -390,9 +389,8 @@ def _layout_that_fits(
     else:
         layout = named
     # What `legal` cannot know without the model's sizes.
-    if wrong := list(
-        misfits(config, shape, layout)
-    ):  # checks that need the sizes of the model
+    # Checks that need the sizes of the model.
+    if wrong := list(misfits(config, shape, layout)):
         raise RunError(
             config.own or "run" if named else "layout = auto", wrong
         )

@@ -98,9 +98,8 @@ def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
     # (ranks, PIECE) bytes at once.
     texts = [bytearray() for _ in counts]
     for start in range(0, max(counts), PIECE):
-        width = min(
-            PIECE, max(counts) - start
-        )  # bytes of every rank in this piece
+        # Bytes of every rank in this piece.
+        width = min(PIECE, max(counts) - start)
         piece = torch.zeros(width, dtype=torch.uint8)
         mine = raw[start : start + width]
         piece[: len(mine)] = mine

@@ -42,9 +42,8 @@ class Held:
 
     where: str
     call: Call
-    reads: list[
-        tuple[Tensor, Tensor]
-    ]  # each with a copy from the start of the call
+    # Each with a copy from the start of the call.
+    reads: list[tuple[Tensor, Tensor]]
     # each with its poisoned copy, and its result
     writes: list[tuple[Tensor, Tensor, Tensor]]
     returned: bool = False

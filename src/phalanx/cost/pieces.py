@@ -33,9 +33,8 @@ from ..program import PieceCost, build
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
 
-Like = tuple[
-    tuple[int, ...], torch.dtype
-]  # shape and dtype of a tensor on meta
+# Shape and dtype of a tensor on meta.
+Like = tuple[tuple[int, ...], torch.dtype]
 
 COMPUTE = {name: getattr(torch, DTYPES[name].torch) for name in PRECISIONS}
 

@@ -119,9 +119,8 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     """
     # In the same folder, since a rename cannot cross file systems.
     beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    beside.unlink(
-        missing_ok=True
-    )  # left by a killed process with the same number
+    # Left by a killed process with the same number.
+    beside.unlink(missing_ok=True)
     # O_EXCL follows no link that somebody has placed there.
     try:
         descriptor = os.open(

@@ -12,9 +12,8 @@ from .url import redacted
 Record = dict[str, Any]
 LIMIT = 1 << 32  # bytes of a journal: years of a run
 LINE = 1 << 24  # bytes of a record
-TAIL = (
-    1 << 16
-)  # bytes at a journal's end that are searched for its last record
+# Bytes at a journal's end that are searched for its last record.
+TAIL = 1 << 16
 
 
 class JournalReader:

@@ -143,9 +143,8 @@ def small_run(
     # The learning-rate schedule in proportion to the steps that are left.
     warmup = ceil(o.warmup_steps * STEPS / steps)
     if o.warmup_steps > 1:
-        warmup = max(
-            2, min(warmup, STEPS - 2)
-        )  # so that the learning rate rises
+        # So that the learning rate rises.
+        warmup = max(2, min(warmup, STEPS - 2))
     decay = max(1, o.decay_steps * STEPS // steps) if o.decay_steps else 0
     decay = min(decay, STEPS - 1 - warmup)
     # One sequence more than the ranks and microbatches divide.

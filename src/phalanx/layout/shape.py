@@ -36,9 +36,8 @@ _LLAMA = re.compile(
     # "meta-llama/Llama-3.1-8B-Instruct" -> "8b".
     r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?"
 )
-_BLOCKS = re.compile(
-    r"layers(?:\.([0-9]{1,5})(?:-([0-9]{1,5}))?)?"
-)  # layers.0-3
+# layers.0-3.
+_BLOCKS = re.compile(r"layers(?:\.([0-9]{1,5})(?:-([0-9]{1,5}))?)?")
 _PUBLISHED = {
     **dict.fromkeys(("gpt2", "gpt-2", "gpt2-small", "gpt2-124m"), "124m"),
     **{name: name for name in ("deepseek-v3", "gpt-oss-20b", "gpt-oss-120b")},

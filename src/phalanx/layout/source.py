@@ -262,10 +262,11 @@ def _is_own(file: Path, folder: Path) -> bool:
     library = [
         Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")
     ]
+    # Phalanx, and the standard library.
     others = [
         Path(__file__).parents[1],
         *library,
-    ]  # phalanx, and the standard library
+    ]
     # The folder may contain all of them, as a home folder does.
     return not any(
         file.is_relative_to(root) and not folder.is_relative_to(root)

@@ -141,9 +141,8 @@ class HeadsAttention(nn.Module, ABC):
         # without padding, (B, T, heads * value_dim)
         y = y[..., : self.value_dim].flatten(2)
         if noise is not None:
-            feature = torch.arange(
-                self.value_dim, device=x.device
-            )  # (value_dim)
+            # (value_dim)
+            feature = torch.arange(self.value_dim, device=x.device)
             index = (
                 self.heads.unsqueeze(-1) * self.value_dim + feature
             ).flatten()

@@ -94,9 +94,8 @@ class Mlp(nn.Module):
                 else F.gelu(wide, approximate="tanh")
             )
         else:
-            wide = gated(
-                self.gate(x), self.up(x), self.activation
-            )  # (B, T, ffn)
+            # (B, T, ffn)
+            wide = gated(self.gate(x), self.up(x), self.activation)
         y: Tensor = self.down(wide)  # (B, T, hidden)
         return y
 

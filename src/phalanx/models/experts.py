@@ -136,9 +136,8 @@ class Router(nn.Module):
         """Route x (B, T, hidden); tokens that are not `valid` (B, T) do not count."""
         logits = self.logits(x)  # (B, T, experts)
         scores = self.scored(logits)  # (B, T, experts)
-        chosen = (
-            self.ranked(scores).topk(self.top_k, -1).indices
-        )  # (B, T, top_k)
+        # (B, T, top_k)
+        chosen = self.ranked(scores).topk(self.top_k, -1).indices
         # sent: (B, T, top_k), 1 for each choice that counts
         sent = (
             torch.ones_like(chosen)
@@ -191,9 +190,9 @@ class Router(nn.Module):
             )
             terms[SCORED] = (p * sent.unsqueeze(-1)).sum(1)  # (B, experts)
         if self.z_loss:
-            terms[SQUARED] = (
-                logits.logsumexp(-1).square() * sent
-            ).sum()  # scalar
+            # Scalar.
+            squares = logits.logsumexp(-1).square()
+            terms[SQUARED] = (squares * sent).sum()
         return terms
 
     def term_gradients(
@@ -228,9 +227,8 @@ class Router(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.logit_bias is None else self.logit_bias.to(wide)
-        return F.linear(
-            x.to(wide), self.weight.to(wide), bias
-        )  # (B, T, experts)
+        # (B, T, experts)
+        return F.linear(x.to(wide), self.weight.to(wide), bias)
 
     def scored(self, logits: Tensor) -> Tensor:
         return (
@@ -253,7 +251,8 @@ class Router(nn.Module):
         if self.groups == 1:
             return ranked.detach()
         # grouped: (B, T, groups, experts / groups)
-        grouped = ranked.detach().view(*ranked.shape[:-1], self.groups, -1)
+        outer = ranked.shape[:-1]
+        grouped = ranked.detach().view(*outer, self.groups, -1)
         # best: (B, T, top_groups)
         two_best = grouped.topk(2, -1).values.sum(-1)
         best = two_best.topk(self.top_groups, -1).indices
@@ -315,9 +314,8 @@ class _Repeated(torch.autograd.Function):
         (order,) = ctx.saved_tensors
         # (rows * times, hidden), the copies of a row side by side
         copies = gradient.index_select(0, _inverse(order))
-        of_rows = copies.view(
-            -1, ctx.times, copies.shape[-1]
-        )  # (rows, times, hidden)
+        # (rows, times, hidden)
+        of_rows = copies.view(-1, ctx.times, copies.shape[-1])
         return of_rows.sum(1), None, None
 
 
@@ -353,9 +351,9 @@ class Merge(nn.Module):
         # each: (B, T, top_k, hidden)
         each = _ordered(y, _inverse(order)).view(*gates.shape, -1)
         # Gates are float32 or wider, so products and sum are too: one rounding.
-        return (
-            (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)
-        )  # (B, T, hidden)
+        # (B, T, hidden)
+        weighted = each * gates.unsqueeze(-1)
+        return weighted.sum(-2).to(y.dtype)
 
 
 class ExpertProducts(nn.Module):
@@ -369,9 +367,8 @@ class ExpertProducts(nn.Module):
         super().__init__()
         hidden, ffn, experts = sizes.hidden, sizes.expert_ffn, sizes.experts
         self.activation, self.ranks = sizes.activation, 1
-        self.product: Product = (
-            F.linear
-        )  # replaceable, for example by an fp8 matmul
+        # Replaceable, for example by an fp8 matmul.
+        self.product: Product = F.linear
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
@@ -471,7 +468,8 @@ class ExpertProducts(nn.Module):
         """Apply the experts by a `product` with the stacked weights of all."""
         # self.gate, self.up: (experts, ffn, hidden); gate, up: (..., ffn)
         of_gate, of_up, of_down = self.biases()
-        gate, up = product(x, self.gate, of_gate), product(x, self.up, of_up)
+        gate = product(x, self.gate, of_gate)
+        up = product(x, self.up, of_up)
         return product(gated(gate, up, self.activation), self.down, of_down)
 
     def _as_if_even(self, tokens: Tensor) -> Tensor:

@@ -139,7 +139,8 @@ def sink_gradients(
     share = (sinks.to(lse.dtype) - lse).exp()
     # dS = P * (dP - sum(dO * O)), and dP is zero, as the sink's value is.
     inside = (gradient.to(lse.dtype) * out).sum(-1)  # (B, T, heads)
-    return -(share * inside).flatten(0, 1).sum(0).to(sinks.dtype)
+    gradient = -(share * inside).flatten(0, 1).sum(0)
+    return gradient.to(sinks.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -164,10 +165,10 @@ def _edges(documents: Tensor) -> list[list[int]]:
     """The start of each document and the row's length, for each row."""
     version, known = _known_edges.get(documents, (-1, None))
     if known is None or version != documents._version:
-        known = [
-            [0, *(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)]
-            for row in documents.numpy()
-        ]
+        known = []
+        for row in documents.numpy():
+            starts = 1 + np.flatnonzero(row[1:] != row[:-1])
+            known.append([0, *starts.tolist(), len(row)])
         _known_edges[documents] = documents._version, known
     edges: list[list[int]] = known
     return edges
@@ -185,7 +186,8 @@ def _own_blocks(
 ) -> list[AttentionBlock]:
     """The blocks of each document; neighbouring equal sequences share blocks."""
     # With queries split over time, row r of q stands at time before + r of the keys.
-    before, keys = k.shape[1] - q.shape[1], k.shape[1]
+    keys = k.shape[1]
+    before = keys - q.shape[1]
     # When only shapes are counted: as many keys as a row sees on average.
     if q.is_meta and window:
         seen = np.minimum(np.arange(before, keys) + 1, window).mean()
@@ -200,7 +202,8 @@ def _own_blocks(
             enumerate(_edges(documents)), key=lambda each: each[1]
         ):
             cut = [sequence for sequence, _ in run]
-            runs.append((slice(cut[0], cut[-1] + 1), edges))
+            rows = slice(cut[0], cut[-1] + 1)
+            runs.append((rows, edges))
     blocks: list[AttentionBlock] = []
     for batch, edges in runs:
         for begin, end in pairwise(edges):
@@ -367,13 +370,13 @@ def _varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor]:
     starts, longest = _starts(documents, q)
-    flat = [
-        x.reshape(-1, *x.shape[2:]) for x in (q, k, v)
-    ]  # (B * T, heads, size)
+    # (B * T, heads, size)
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     op = torch.ops.aten._flash_attention_forward
     ends = starts, starts, longest, longest
     # lse: (heads, tokens)
-    out, lse = op(*flat, *ends, 0.0, True, False, **_within(window))[:2]
+    outputs = op(*flat, *ends, 0.0, True, False, **_within(window))
+    out, lse = outputs[:2]
     lse = lse.T.contiguous()
     return out.view(q.shape), lse.view(q.shape[:-1])
 
@@ -449,7 +452,9 @@ def _heads_first(
 ) -> list[Tensor]:
     batch, rows, times = block.batch, block.rows, block.keys
     # (B, rows or keys, heads, size), or (B, rows, heads) for lse
-    parts = [x[batch, rows] for x in queries] + [x[batch, times] for x in keys]
+    of_queries = [x[batch, rows] for x in queries]
+    of_keys = [x[batch, times] for x in keys]
+    parts = of_queries + of_keys
     return [x.transpose(1, 2) for x in parts]
 
 
@@ -465,7 +470,8 @@ def _mask_of(block: AttentionBlock, q: Tensor) -> Tensor | None:
     sees = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
     # Row i sees keys first + i - window + 1 to first + i.
     sees = sees.tril(first).triu(first + 1 - window)
-    return room.masked_fill_(sees, 0.0).expand(*q.shape[:2], -1, -1)
+    room.masked_fill_(sees, 0.0)
+    return room.expand(*q.shape[:2], -1, -1)
 
 
 # ---- kernels, which take (B, heads, time, size)
@@ -524,7 +530,8 @@ def _prefers_cudnn(device: torch.device) -> bool:
 
 def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
     """The kernels for these queries, with or without a mask."""
-    return _kernels_of(q.device, q.dtype, q.shape[-1], masked=mask is not None)
+    masked = mask is not None
+    return _kernels_of(q.device, q.dtype, q.shape[-1], masked=masked)
 
 
 def _kernels_of(
@@ -640,7 +647,8 @@ def _cudnn(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
 ) -> tuple[Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, lse = op(q, k, v, None, True, 0.0, causal)[:2]
+    outputs = op(q, k, v, None, True, 0.0, causal)
+    out, lse = outputs[:2]
     return out, lse.reshape(q.shape[:-1])  # from (B, heads, rows, 1)
 
 
@@ -652,7 +660,8 @@ def _cudnn_back(
     seed, offset = (
         torch.zeros((), dtype=torch.int64, device=g.device) for _ in range(2)
     )
-    no_bias, ends = None, (None, None, g.shape[2], qkv[1].shape[2])
+    no_bias = None
+    ends = (None, None, g.shape[2], qkv[1].shape[2])
     into: Sequence[Tensor] = op(
         g,
         *qkv,
@@ -680,21 +689,21 @@ def _efficient(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
 ) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
-    k, v = (
-        x.repeat_interleave(groups, 1) for x in (k, v)
-    )  # it takes no groups
+    # It takes no groups.
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     op = torch.ops.aten._scaled_dot_product_efficient_attention
-    out, lse = op(q, k, v, mask, True, 0.0, causal)[:2]
-    return out, lse[
-        ..., : q.shape[2]
-    ]  # the kernel pads it to a multiple of 32
+    outputs = op(q, k, v, mask, True, 0.0, causal)
+    out, lse = outputs[:2]
+    # The kernel pads it to a multiple of 32.
+    return out, lse[..., : q.shape[2]]
 
 
 def _efficient_back(
     g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool, mask: Mask
 ) -> Sequence[Tensor]:
     q, k, v = qkv
-    kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+    kv_heads = k.shape[1]
+    groups = q.shape[1] // kv_heads
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     seed, offset = (
@@ -727,7 +736,8 @@ def _plain(
         )
         shape = *q.shape[:2], -1
         # from heads folded into rows to (B, heads, rows, size) and (B, heads, rows)
-        out = out.view(*shape, q.shape[3]).to(q.dtype)
+        out = out.view(*shape, q.shape[3])
+        out = out.to(q.dtype)
         parts.append((out, lse.view(shape)))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -752,13 +762,12 @@ def _plain_back(
             for x in (g[:, :, rows], out[:, :, rows], own)
         )
         # The softmax again, from the recomputed scores and the saved log-sum-exp.
-        weights = (
-            scores - lse[:, :, rows].reshape(scores.shape[:-1]).unsqueeze(-1)
-        ).exp_()
+        of_rows = lse[:, :, rows].reshape(scores.shape[:-1])
+        weights = (scores - of_rows.unsqueeze(-1)).exp_()
         # The gradient of the scores: P * (dP - sum(dO * O)), as in flash attention.
-        inside = weights * (
-            dy @ v[:, :, :seen].mT.to(wide) - (dy * y).sum(-1, keepdim=True)
-        )
+        values = v[:, :, :seen].mT.to(wide)
+        mean = (dy * y).sum(-1, keepdim=True)
+        inside = weights * (dy @ values - mean)
         # Derivative of c tanh(s / c). Clamped, as it is zero for masked keys, whose
         # score is -inf.
         if softcap:
@@ -787,7 +796,8 @@ def _strips(
         # own: (B, kv_heads, groups * rows, size); keys: (B, kv_heads, size, seen)
         own = _folded(q[:, :, rows], k).to(wide)
         keys = k[:, :, :seen].mT.to(wide)
-        scores = own @ keys * q.shape[-1] ** -0.5
+        scale = q.shape[-1] ** -0.5
+        scores = own @ keys * scale
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
@@ -799,15 +809,16 @@ def _strips(
             later = torch.ones(size, dtype=torch.bool, device=q.device).triu(
                 start + 1
             )
-            scores.masked_fill_(
-                later.repeat(q.shape[1] // k.shape[1], 1), -math.inf
-            )
+            groups = q.shape[1] // k.shape[1]
+            later = later.repeat(groups, 1)
+            scores.masked_fill_(later, -math.inf)
         yield rows, seen, scores
 
 
 def _folded(x: Tensor, k: Tensor) -> Tensor:
     """Stack heads that share a key: (B, kv_heads, heads / kv_heads * rows, size)."""
-    return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
+    batch, kv_heads = x.shape[0], k.shape[1]
+    return x.reshape(batch, kv_heads, -1, x.shape[-1])
 
 
 CPU = Kernels("flash attention of the CPU", _cpu, _cpu_back)

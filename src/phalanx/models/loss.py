@@ -192,7 +192,8 @@ def _shared_sums(logits: Tensor, targets: Tensor, terms: _Terms) -> _TokenSums:
     chosen = torch.zeros_like(targets, dtype=_wide(logits))
     own = torch.full_like(chosen, -math.inf)
     if width:
-        logit = logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)
+        index = at.unsqueeze(-1)
+        logit = logits.gather(-1, index).squeeze(-1)
         # Only the rank that holds the target's column has its logit.
         chosen.copy_(logit).mul_(mine)
         for rows, _, x, room in _tiles(logits, width):
@@ -254,7 +255,8 @@ def _write_gradient(
         torch.softmax(wide, -1, out=room)
         torch.mul(room, share[rows].unsqueeze(-1), out=wide)
         index = at[rows].unsqueeze(-1)
-        wide.scatter_add_(-1, index, target[rows].unsqueeze(-1).to(wide.dtype))
+        added = target[rows].unsqueeze(-1).to(wide.dtype)
+        wide.scatter_add_(-1, index, added)
         if wide is not x:
             x.copy_(wide)
     return into
@@ -287,9 +289,8 @@ class _Chunk(NamedTuple):
     rows: slice
     x: Tensor  # (tokens, in)
     logits: Tensor  # (tokens, words)
-    turned: (
-        Tensor | None
-    )  # with a soft cap c: tanh(product / c), (tokens, words)
+    # With a soft cap c: tanh(product / c), (tokens, words).
+    turned: Tensor | None
 
 
 def _logit_chunks(x: Tensor, of: ChunkedLogits) -> Iterator[_Chunk]:
@@ -312,11 +313,12 @@ def _logit_chunks(x: Tensor, of: ChunkedLogits) -> Iterator[_Chunk]:
     for start in range(0, tokens, count):
         rows = slice(start, min(start + count, tokens))
         part = x[rows]
-        logits = torch.mm(part, weight.mT, out=room[: part.shape[0]])
+        tokens = part.shape[0]
+        logits = torch.mm(part, weight.mT, out=room[:tokens])
         turned = None
         if spare is not None:
             turned = logits.div_(of.cap).tanh_()
-            logits = torch.mul(turned, of.cap, out=spare[: part.shape[0]])
+            logits = torch.mul(turned, of.cap, out=spare[:tokens])
         yield _Chunk(rows, part, logits, turned)
 
 
@@ -345,7 +347,8 @@ class _ChunkedTokenLosses(torch.autograd.Function):
             for chunk in _logit_chunks(x, of)
         ]
         losses, own, total = map(_joined, zip(*parts, strict=True))
-        ctx.of, ctx.terms = of._replace(x=x.new_empty(0)), terms
+        ctx.of = of._replace(x=x.new_empty(0))
+        ctx.terms = terms
         ctx.save_for_backward(x, targets, own, total)
         assert losses is not None
         return losses
@@ -388,7 +391,8 @@ class _ChunkedLoss(torch.autograd.Function):
         loss = x.new_zeros((), dtype=_wide(x))
         # Detached: the output itself would keep this node alive, and this node it.
         ctx.loss = loss.detach()
-        ctx.of, ctx.terms = of._replace(x=x.new_empty(0)), terms
+        ctx.of = of._replace(x=x.new_empty(0))
+        ctx.terms = terms
         ctx.save_for_backward(x, targets)
         return loss
 

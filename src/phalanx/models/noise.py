@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 _WORD = 0xFFFFFFFF
-EMBEDDING = (
-    1 << 31
-) - 1  # the number of the embedding, larger than that of any block
+# The number of the embedding, larger than that of any block.
+EMBEDDING = (1 << 31) - 1
 
 
 def _scramble(x: Any) -> Any:
@@ -67,9 +66,8 @@ class Dropout(nn.Module):
         if index is None:
             index = torch.arange(x.shape[-1], device=x.device)
         # Uniform in [0, 2^32) for each feature, which is kept from rate * 2^32 on.
-        draw = _stir(
-            _stir(noise, self.place).unsqueeze(-1), index
-        )  # (B, T, features)
+        # (B, T, features)
+        draw = _stir(_stir(noise, self.place).unsqueeze(-1), index)
         # `where` keeps one byte per element for backward; a product would keep the mask
         # in x's dtype.
         return torch.where(

@@ -19,12 +19,10 @@ class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        size = torch.linalg.vector_norm(
-            x, dim=-1, keepdim=True, dtype=wide
-        )  # (..., 1)
-        scale = torch.rsqrt(
-            size.square() / x.shape[-1] + eps
-        )  # (..., 1): 1 / rms
+        # (..., 1)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        # (..., 1): 1 / rms
+        scale = torch.rsqrt(size.square() / x.shape[-1] + eps)
         ctx.save_for_backward(x, weight, scale)
         return (x * scale * weight).to(x.dtype)
 

@@ -99,7 +99,8 @@ class Rope:
             else self.theta**-half
         )
         # (B, T, 1, head_dim / 2): the same for all heads
-        angle = (positions.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)
+        times = positions.to(wide).unsqueeze(-1)
+        angle = (times * frequency).unsqueeze(-2)
         if self.scaling is not None and self.scaling.attention != 1:
             return (
                 angle.cos() * self.scaling.attention,

@@ -346,9 +346,8 @@ def compiled_call(kind: Any, mode: str, selective: bool) -> Any:
     """The compiled call of a class of modules; a kind compiles at its first call."""
     import torch._dynamo
 
-    config: Any = (
-        torch._dynamo.config
-    )  # thread-local, so it is set on each call
+    # Thread-local, so it is set on each call.
+    config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _ENTRIES)
     with _lock:
         return _compiled(

@@ -118,9 +118,8 @@ class UlyssesCore(nn.Module):
             x.view(*x.shape[:2], ranks, -1, x.shape[3]).permute(2, 0, 1, 3, 4)
             for x in (q, k, v)
         ]
-        sizes = [
-            x.shape[3] for x in parts
-        ]  # heads of q, k and v for each rank
+        # Heads of q, k and v for each rank.
+        sizes = [x.shape[3] for x in parts]
         # (ranks, B, T / ranks, q + k + v heads, head_dim) to (B, T, q + k + v heads,
         # head_dim)
         mine = regions.exchange(torch.cat(parts, 3), self.group, 0, 2).squeeze(
@@ -135,9 +134,8 @@ class UlyssesCore(nn.Module):
         y: Tensor = self.inner(
             *torch.split(mine, sizes, 2), positions, documents, *own
         )
-        return regions.exchange(
-            y, self.group, 1, 2
-        )  # (B, T / ranks, heads, head_dim)
+        # (B, T / ranks, heads, head_dim)
+        return regions.exchange(y, self.group, 1, 2)
 
 
 class GatheredCore(nn.Module):
@@ -173,9 +171,8 @@ class GatheredCore(nn.Module):
                 for rank in range(ring.size)
             ]
         )
-        k, v = kv.index_select(
-            2, times.argsort().to(q.device)
-        )  # in order of time
+        # In order of time.
+        k, v = kv.index_select(2, times.argsort().to(q.device))
         # In time order, a rank has one chunk of each half of the sequence.
         chunk, parts = length // (2 * ring.size), []
         # Each chunk of rows attends as the end of its keys: later keys are cut off, and
@@ -379,9 +376,8 @@ def visiting_blocks(
 
 def _ids_of(documents: Tensor, group: Group, rank: int) -> Tensor:
     """The document number of each token that a rank holds, along its sequence."""
-    counted = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(
-        1
-    )  # (B, T)
+    # (B, T)
+    counted = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(1)
     return counted[:, held_times(counted.shape[1], group.size, 1, rank)]
 
 
@@ -502,9 +498,8 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """
     # out = out e^(lse - both) + part e^(part_lse - both)
     both = torch.logaddexp(lse, part_lse)
-    scale = torch.where(
-        both == -math.inf, 0.0, both
-    )  # -inf minus -inf would be NaN
+    # -inf minus -inf would be NaN.
+    scale = torch.where(both == -math.inf, 0.0, both)
     out *= (lse - scale).exp().unsqueeze(-1)
     out.addcmul_(part, (part_lse - scale).exp().unsqueeze(-1))
     lse.copy_(both)

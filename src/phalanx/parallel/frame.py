@@ -16,9 +16,8 @@ from torch import nn
 
 from .transformers_refused import refuse
 
-Key = (
-    str | int
-)  # a module around the blocks by its name, a block by its number
+# A module around the blocks by its name, a block by its number.
+Key = str | int
 Running = Mapping[Key, Callable[..., Any]]
 
 

@@ -234,9 +234,8 @@ def _block_forward(self: Any, x: Tensor, /, **batch: Tensor) -> Tensor:
         raise Reached(self.theirs(first, *args, **kwargs))
 
     running: dict[Key, Callable[..., Any]] = {self._number: block}
-    if (
-        self._after_other
-    ):  # what the forward makes of the last block's output is this piece's
+    # What the forward makes of the last block's output is this piece's.
+    if self._after_other:
         running[self._number - 1] = lambda *_, **__: x
     reached: Tensor = self.frame.run(running, batch)
     return reached
@@ -263,9 +262,8 @@ class Apart:
     model: Model
     frame: OwnFrame
     blocks: Sequence[nn.Module]
-    cuts: Mapping[
-        str, OwnerCut
-    ]  # by the name of the module that owns sharded linears
+    # By the name of the module that owns sharded linears.
+    cuts: Mapping[str, OwnerCut]
     width: int
     returned: Any
     words: int

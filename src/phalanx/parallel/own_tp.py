@@ -25,9 +25,8 @@ from .own_heads import HEADS, KEYS, Heads, heads_of
 from .transformers_refused import code_line, error_line
 
 Plan = Mapping[str, Any]
-Call = tuple[
-    Any, Any, torch.Size
-]  # arguments of a module and the shape of its output
+# Arguments of a module and the shape of its output.
+Call = tuple[Any, Any, torch.Size]
 COLUMN, ROW = "colwise", "rowwise"
 _TORCH = {"ColwiseParallel": COLUMN, "RowwiseParallel": ROW}
 
@@ -63,9 +62,8 @@ class FusedLinear(nn.Module):
             plain.bias,
             tuple(parts),
         )
-        self.own: tuple[
-            slice, ...
-        ] = ()  # this rank's rows; empty for all of them
+        # This rank's rows; empty for all of them.
+        self.own: tuple[slice, ...] = ()
 
     def take(self, tp: int, index: int) -> None:
         """Multiply by the rows of one rank."""
@@ -410,9 +408,8 @@ def resized(
 def failure_of(small: nn.Module, call: Call) -> str:
     """Explains why a module on the meta device does not run as it did whole, or returns ""."""
     args, kwargs, shape = call
-    if (
-        "past_key_values" in kwargs
-    ):  # a cache of transformers holds what the whole run put into it
+    # A cache of transformers holds what the whole run put into it.
+    if "past_key_values" in kwargs:
         kwargs = {**kwargs, "past_key_values": None}
     try:
         with torch.device("meta"), torch.no_grad():

@@ -107,9 +107,8 @@ class CopyLane:
     def __init__(self, device: torch.device) -> None:
         stream: Any = torch.cuda.Stream  # its stubs are not typed
         self.stream = stream(device) if device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(
-            1
-        )  # its thread starts with the first copy
+        # Its thread starts with the first copy.
+        self.thread = ThreadPoolExecutor(1)
 
     def begin(self, copy: Callable[[], object]) -> Work:
         """Start a copy that waits for the work launched on the device so far."""
@@ -169,9 +168,8 @@ class _Kept:
     # Edges, not the outputs themselves, whose storage would stay alive.
     roots: dict[str, GradientEdge]
     like: Tensor  # a scalar zero with the loss's dtype and device
-    into: Bundle = field(
-        default_factory=dict
-    )  # receives the gradients of the inputs
+    # Receives the gradients of the inputs.
+    into: Bundle = field(default_factory=dict)
     # the names that passed the piece by, as their gradients do
     past: tuple[str, ...] = ()
     boxes: list[Box] = field(default_factory=list)

@@ -86,10 +86,11 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Alike on all ranks of cp, and each has its own terms.
         return (
             gradient,
             None,
-        )  # alike on all ranks of cp, and each has its own terms
+        )
 
 
 class PreferenceLoss(nn.Module):
@@ -102,9 +103,8 @@ class PreferenceLoss(nn.Module):
         super().__init__()
         self.beta = beta
         self.words = EVERY_WORD  # under tp, this rank's part of the vocabulary
-        self.time: tuple[
-            Group, ...
-        ] = ()  # ranks with other tokens of the same rows
+        # Ranks with other tokens of the same rows.
+        self.time: tuple[Group, ...] = ()
         self.seen: list[tuple[Tensor, Tensor]] | None = None
 
     def shard_time(self, groups: Sequence[Group]) -> None:
@@ -115,9 +115,8 @@ class PreferenceLoss(nn.Module):
         self, logits: Tensor, targets: Tensor, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         losses = token_losses(logits, targets, self.words)  # (B T,)
-        each = (
-            losses.view(targets.shape) * -batch[SIGNS]
-        )  # (B, T): signed log-probs
+        # (B, T): signed log-probs
+        each = losses.view(targets.shape) * -batch[SIGNS]
         # Nonzero at one token of a row, which any rank of cp may hold.
         number = batch[PAIR].sum(1).to(each.dtype)
         # (3, B): the margins, the reference's, and the numbers of the pairs

@@ -152,9 +152,8 @@ class RowLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        part = self.weight_product(
-            x
-        )  # (B, T, out): this rank's part of each sum
+        # (B, T, out): this rank's part of each sum
+        part = self.weight_product(x)
         # The adapter's thin product is a partial sum too: one join serves both.
         y = self.join(part if self.lora is None else part + self.lora(x))
         return y if self.bias is None else y + self.bias

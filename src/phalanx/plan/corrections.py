@@ -222,9 +222,8 @@ def _with_whole_logits(
     the reading of the softmax.
     """
     made, *others = cost.input_gradient.products
-    copies = (
-        2 if shape.logit_softcap else 1
-    )  # before the soft cap and after it
+    # Before the soft cap and after it.
+    copies = 2 if shape.logit_softcap else 1
     width = copies * software.width
     moved = logits * LOSSES["over"].forward
     chunk = min(logits, LOGITS_CHUNK)

@@ -40,9 +40,8 @@ class _Nodes(NamedTuple):
     """Operations of stages as columns, fast to walk; place 0 is the step's start."""
 
     before: list[int]  # the place of the previous operation on the rank
-    value: list[
-        int
-    ]  # the place of the operation whose value it takes; 0: none
+    # The place of the operation whose value it takes; 0: none.
+    value: list[int]
     key: list[int]  # the index of its times
     # if the value is a message, the key of the previous operation; otherwise -1
     beside: list[int]

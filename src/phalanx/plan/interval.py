@@ -27,11 +27,12 @@ OWN_LEVEL = 0.8
 _QUANTILE = (
     1.2816  # of the normal distribution, at the upper end of such a range
 )
+# Parts of a step that wait for messages.
 _MESSAGES = (
     "tensor",
     "data",
     "pipe",
-)  # parts of a step that wait for messages
+)
 FP4 = "fp4"  # occurs in tables of published runs
 _DEVICES = 8.0  # up to this many devices do not widen the range
 BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL = (

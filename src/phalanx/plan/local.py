@@ -18,10 +18,11 @@ from .hardware import HOST_LINK, Hardware
 from .machine import Machine, Rate
 from .profile import SoftwareProfile, profile
 
+# Substitutes for dtypes that were not measured.
 _NEAR = {
     TF32: FP32,
     FP16: BF16,
-}  # substitutes for dtypes that were not measured
+}
 _ATTENTION = 0.6  # assumed share of the matmul rate in a fused kernel
 
 

@@ -98,9 +98,8 @@ class ScoredRow:
     memory: float  # of the fullest rank
     least: float  # the same, if its allocator wastes nothing
     reported: float  # of the rank whose memory the software logs
-    parts: Mapping[
-        str, float
-    ]  # of the step; with the family held out, if it was
+    # Of the step; with the family held out, if it was.
+    parts: Mapping[str, float]
     held: float = (
         0.0  # the step with the family held out of the fit; 0: it was not
     )

@@ -28,13 +28,14 @@ from .step import Choice, Pricer, Request
 _OPS = 2_000_000  # operations simulated in total
 # operations simulated before smaller candidates are tried, if too few fit
 _MISSES = 300_000
+# Shares of the memory that bounds may fill.
 _ROOMS = (
     1.0,
     0.85,
     0.7,
     0.55,
     0.4,
-)  # shares of the memory that bounds may fill
+)
 _MORE = 80_000  # operations simulated to measure by how much families lost
 _EMPTIEST = 60  # smallest candidates, tried if the fast ones do not fit
 # a candidate that cannot be faster than this share of a known step is not simulated

@@ -50,10 +50,11 @@ from .step import Request
 
 # Axes from the outermost to the innermost, whose ranks are nearest.
 ORDERS = ("dp pp cp ep tp", "pp dp cp ep tp")
+# Sizes of HSDP groups, besides those that fill a network level.
 _SHARDS = (
     8,
     64,
-)  # sizes of HSDP groups, besides those that fill a network level
+)
 _PART = 2048  # tokens of a part of a sequence that are worth a message
 _CHUNKS = 16  # the most chunks per stage that are tried
 _NEVER = (GPIPE, ZB_H2)  # one holds more than 1F1B, the other twice as much
@@ -437,9 +438,8 @@ def pipelines(
     for schedule, chunks in (
         _schedules(shape.layers, pp) if pp > 1 else [(ACCUM, 1)]
     ):
-        first = traits(
-            schedule
-        ).forward_first  # such a schedule always overlaps
+        # Such a schedule always overlaps.
+        first = traits(schedule).forward_first
         plain = Layout(
             mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks
         )

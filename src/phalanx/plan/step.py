@@ -150,9 +150,8 @@ class Choice:
     # of the rank that computes most; they sum to the step
     parts: Mapping[str, float]
     memory: Mapping[str, float]
-    stages: tuple[
-        Mapping[str, float], ...
-    ] = ()  # bytes of every rank of a pipeline
+    # Bytes of every rank of a pipeline.
+    stages: tuple[Mapping[str, float], ...] = ()
 
     @cached_property
     def step(self) -> float:

@@ -28,9 +28,8 @@ class Topology:
     """Devices and NICs, and the kind of link between each pair (`NV18`, `PIX`, ...)."""
 
     names: tuple[str, ...]  # devices first, then NICs
-    links: tuple[
-        tuple[str, ...], ...
-    ]  # in the order of names; X for the same device
+    # In the order of names; X for the same device.
+    links: tuple[tuple[str, ...], ...]
     cpus: tuple[tuple[int, ...], ...] = ()  # by device: the nearest CPUs
     numa: tuple[int | None, ...] = ()  # by device
     nics: tuple[tuple[str, str], ...] = ()  # name of each NIC: NIC0 is mlx5_0

@@ -209,9 +209,9 @@ def _groups(made: Graph) -> Iterator[str]:
     ends: dict[str, tuple[list[tuple[int, Op]], list[tuple[int, Op]]]] = {}
     for i, (row, op) in enumerate(made.ops):
         if op.of:
-            ends.setdefault(made.lanes[i], ([], []))[
-                op.kind == ops.RECEIVE
-            ].append((row, op))
+            sent, received = ends.setdefault(made.lanes[i], ([], []))
+            end = received if op.kind == ops.RECEIVE else sent
+            end.append((row, op))
     for sent, received in ends.values():
         there = [_message(op) for _, op in sent]
         here = [_message(op) for _, op in received]

@@ -24,10 +24,13 @@ def _woven(
 ) -> list[Op]:
     """Insert operations before and after given positions (-1: the start of the row)."""
     # A stable merge: several operations at one position keep their order.
-    out, done = list(before.get(-1, ())), 0
+    out = list(before.get(-1, ()))
+    done = 0
     for i in sorted({*before, *after} - {-1}):
         out += row[done:i]
-        out += (*before.get(i, ()), row[i], *after.get(i, ()))
+        out += before.get(i, ())
+        out.append(row[i])
+        out += after.get(i, ())
         done = i + 1
     return [*out, *row[done:]]
 

@@ -104,7 +104,9 @@ class Op(NamedTuple):
                 return cls(match[2], int(match[1] or -1), int(match[3] or 0))
         if match := _MESSAGE.fullmatch(word):
             kind, of = match[4], match[2]
-            piece, index, peer = int(match[1]), int(match[3]), int(match[5])
+            piece = int(match[1])
+            index = int(match[3])
+            peer = int(match[5])
             return cls(kind, piece, index, of, peer)
         raise ProgramError(
             f"{word[:60]!r} is not an operation. Write 2F0, 2G#1, 2F0>3, 3F0<2, N, A or 2U, with"

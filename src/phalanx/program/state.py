@@ -39,10 +39,11 @@ INPUT = "input"  # what is kept of a segment that will be recomputed
 WORKING = "working"  # needed only while the operation runs
 WHOLE = "whole"  # a unit's whole gradient, to which contributions are added
 PART = "part"  # the shard of it that remains after its reduction
+# A message; its piece is the lower of its two ends.
 SENT, RECEIVED = (
     "sent",
     "received",
-)  # a message; its piece is the lower of its two ends
+)
 MATRICES = "matrices"  # on their way to owners and back
 
 
@@ -73,9 +74,8 @@ def restarts(at: Mapping[Any, int], piece: int, index: int) -> bool:
     )
 
 
-Needs = list[
-    Op | str
-]  # operations of the rank, and descriptions of what is missing
+# Operations of the rank, and descriptions of what is missing.
+Needs = list[Op | str]
 Changes = tuple[Change, ...]
 
 
@@ -149,9 +149,8 @@ class State:
         self.scaled: dict[int, Op] = {}
         self.updates: Counter[int] = Counter()  # in this step
         # Gradients by unit.
-        self.open: dict[
-            int, list[Op]
-        ] = {}  # contributions in the whole buffer
+        # Contributions in the whole buffer.
+        self.open: dict[int, list[Op]] = {}
         # Reductions that nothing has waited for, in order.
         self.under_way: dict[Op, None] = {}
         # Reductions whose gradient has not begun.
@@ -164,9 +163,8 @@ class State:
         self.sums = {*ops.FIRST_SUMS} & self.has
         copies = ops.KINDS[ops.EXCHANGE_PARTS].axes
         self.exchanges = any(program.mesh.of(axis) > 1 for axis in copies)
-        self.reduced: dict[
-            int, Op
-        ] = {}  # each unit's last reduction since its update
+        # Each unit's last reduction since its update.
+        self.reduced: dict[int, Op] = {}
         self.arrived: set[int] = set()  # units whose reduction was waited for
         # units whose finished sums were added: no further sum may follow
         self.tied: set[int] = set()

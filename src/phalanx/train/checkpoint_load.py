@@ -746,9 +746,8 @@ class TensorReader(ExitStack):
             )
             # Whole rows of the part are wanted: no columns to leave out.
             whole = common[1:] == outer[1:]
-            if (
-                common == box and whole
-            ):  # the box lies within this part: no copy
+            # The box lies within this part: no copy.
+            if common == box and whole:
                 return self._rows(
                     tensor, part, rows.start, rows.stop
                 ).contiguous()

@@ -31,9 +31,8 @@ from ..parallel.local import LocalModel
 from .optimizer import Update
 
 COLUMNS = 4096  # columns of the table that a tensor is viewed as
-CHUNK = {
-    "cpu": 1 << 18
-}  # elements widened to int64 at once: they fit into a cache
+# Elements widened to int64 at once: they fit into a cache.
+CHUNK = {"cpu": 1 << 18}
 LARGE_CHUNK = 1 << 22  # on a GPU
 MOST = 6  # maximum number of differences listed
 ORDERS = 3  # process groups of a tensor: see `ComparedTensor`

@@ -219,9 +219,8 @@ class Executor:
         # by microbatch, with the values that pieces derive from it
         self.completed: dict[int, Batch] = {}
         self.lr = lr
-        self.inputs: dict[
-            Key, Bundle
-        ] = {}  # inputs of forwards that have not run
+        # Inputs of forwards that have not run.
+        self.inputs: dict[Key, Bundle] = {}
         # gradients of backwards that have not run
         self.gradients: dict[Key, Bundle] = {}
         self.arrivals = {
@@ -239,9 +238,8 @@ class Executor:
         # of experts, from a forward to its backward
         self.choices: dict[Key, Choices] = {}
         self.loss, self.count = number(0.0), number(1.0)
-        self.losses: dict[
-            int, Tensor
-        ] = {}  # of microbatches, until their backward
+        # Of microbatches, until their backward.
+        self.losses: dict[int, Tensor] = {}
         self.metrics = number(0.0).expand(len(self.measure.metrics)).clone()
         self.totals.begin(len(batches), 1 + len(self.measure.metrics))
         # all tokens, with or without a target: the divisor of routers' losses
@@ -252,9 +250,8 @@ class Executor:
         # sums of all pieces' outputs, by direction and piece
         self.sums_of: dict[tuple[str, int], Tensor] = {}
         self.scale: Scale | None = None
-        self.moments: list[
-            tuple[Op, Any, Any]
-        ] = []  # start and end of each operation
+        # Start and end of each operation.
+        self.moments: list[tuple[Op, Any, Any]] = []
         self.clock.begin(timed=timed, watched=self.progress is not None)
         state = State(self.program, self.number) if self.checked else None
         words = self.words

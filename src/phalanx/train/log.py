@@ -60,9 +60,8 @@ def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
             _Redacting("%(asctime)s %(levelname)s %(message)s")
         )
     log.setLevel(logging.DEBUG)
-    log.propagate = (
-        logging.getLogger("phalanx").level == logging.DEBUG
-    )  # `-v` shows it
+    # `-v` shows it.
+    log.propagate = logging.getLogger("phalanx").level == logging.DEBUG
     log.addHandler(handler)
     try:
         log.info(
@@ -383,9 +382,8 @@ class Journal:
         left = memoryview(line)
         while left:
             left = left[os.write(self.file.fileno(), left) :]
-            self.cut = bool(
-                left
-            )  # a full disk left an incomplete line in the file
+            # A full disk left an incomplete line in the file.
+            self.cut = bool(left)
 
     def close(self) -> None:
         self.file.close()

@@ -37,9 +37,8 @@ REMOVED = (
 )
 PARTS = 9000  # maximum parts of a file: object stores accept 10,000
 
-Owns = Callable[
-    [str, int], bool
-]  # True if a step with this run id belongs to the run
+# True if a step with this run id belongs to the run.
+Owns = Callable[[str, int], bool]
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
@@ -333,9 +332,8 @@ class RemoteFolder:
     def _remove(self, step: int, names: set[str]) -> None:
         """Delete a checkpoint, or an incomplete upload; the file that names its owner
         goes last."""
-        if (
-            MANIFEST in names
-        ):  # a half-deleted folder must not look like a checkpoint
+        # A half-deleted folder must not look like a checkpoint.
+        if MANIFEST in names:
             self._do(
                 "mv", self._path(step, MANIFEST), self._path(step, REMOVED)
             )

@@ -274,10 +274,11 @@ class Ownership:
         self.claimed = False
         self.lost = ""  # the reason why this start changes nothing more there
         self.notices: list[str] = []
+        # An owner of whom no time is known, since when.
         self._watched: tuple[bytes, float] = (
             b"",
             0.0,
-        )  # an owner of whom no time is known, since when
+        )
         self._ends = threading.Event()
 
     def owns(self, run: str, step: int) -> bool:

@@ -112,9 +112,8 @@ def load_or_draw(
         "model": loaded.notices,
         "settings": settings,
     }
-    if (
-        rank.world.rank == 0
-    ):  # only rank 0, as it may have to read some of the data
+    # Only rank 0, as it may have to read some of the data.
+    if rank.world.rank == 0:
         notices["data"] = data_notices(
             progress, loaded.path, state.data, batches
         )

@@ -42,9 +42,8 @@ class CompletedStep:
     ahead: (
         float  # seconds spent on reading the next batch while a GPU computed
     )
-    waits: tuple[
-        tuple[float, float], ...
-    ]  # intervals of waiting in calls of groups
+    # Intervals of waiting in calls of groups.
+    waits: tuple[tuple[float, float], ...]
 
     @property
     def ends(self) -> bool:

@@ -203,9 +203,8 @@ def _medians_of_others(values: np.ndarray) -> np.ndarray:
     # Without one value, the sorted order only closes the gap.
     order = values.argsort(kind="stable")
     ordered = values[order]
-    place = np.empty(
-        count, dtype=np.int64
-    )  # position of each value in sorted order
+    # Position of each value in sorted order.
+    place = np.empty(count, dtype=np.int64)
     place[order] = np.arange(count)
 
     def without_own(at: int) -> np.ndarray:

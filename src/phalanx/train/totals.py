@@ -18,10 +18,11 @@ from ..parallel.local import LocalModel
 
 _SHORT = 1024  # elements of a run whose norm is computed in float32
 _EXPONENTS = 256  # of float32
+# Bits; a number is mantissa * 2 ** (exponent - 150).
 _MANTISSA, _BIAS = (
     23,
     150,
-)  # bits; a number is mantissa * 2 ** (exponent - 150)
+)
 # A square of a mantissa has 48 bits. Its thirds are added in float64, which has 53: so
 # many numbers may have one exponent.
 _LIMB, _LIMBS = 16, 3

@@ -46,9 +46,8 @@ def expert_tokens(rank: Rank) -> list[list[int]]:
     """Return by layer how often each expert was chosen in the last validation; on rank
     0."""
     part = rank.part
-    same = (
-        1 if part.layout.seq else part.layout.tp
-    )  # ranks that see the same tokens
+    # Ranks that see the same tokens.
+    same = 1 if part.layout.seq else part.layout.tp
     own = {number: x.tolist() for number, x in part.validator.chosen.items()}
     layers: dict[int, list[int]] = {}
     # Ranks have other blocks in a pipeline, and other tokens elsewhere.

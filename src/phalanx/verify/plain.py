@@ -113,9 +113,8 @@ def frequencies(shape: Shape, window: int, size: int) -> Tensor:
     plain = shape.rope_theta**-exponent
     if shape.rope_factor == 1:
         return plain
-    if (
-        shape.rope_scaling == "linear"
-    ):  # position interpolation (Chen et al. 2023)
+    # Position interpolation (Chen et al. 2023).
+    if shape.rope_scaling == "linear":
         return plain / shape.rope_factor
     if shape.rope_scaling == "dynamic":
         return dynamic_theta(shape, size) ** -exponent
@@ -390,9 +389,8 @@ def ranking(shape: Shape, w: Weights, scores: Tensor) -> Tensor:
         scores = scores + w["mlp.router.bias"].detach()
     if shape.expert_groups == 1:
         return scores
-    grouped = in_heads(
-        scores, shape.expert_groups
-    )  # (B, T, groups, experts of one)
+    # (B, T, groups, experts of one)
+    grouped = in_heads(scores, shape.expert_groups)
     best_two = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
     # rank of each group; the best has 0
     place = best_two.argsort(-1, descending=True).argsort(-1)
@@ -539,10 +537,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
     al. 2022, section 5), over all tokens with a target. Logits (B, T, V), targets (B,
     T)."""
     counted = targets != IGNORED
+    # (tokens, V) and (tokens)
     logits, targets = (
         logits[counted],
         targets[counted],
-    )  # (tokens, V) and (tokens)
+    )
     log_z = logits.logsumexp(-1)
     of_target = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (log_z - of_target + z_loss * log_z**2).sum()

@@ -440,15 +440,13 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
             0.0, math.sqrt(2 / owner.width), size, generator=generator
         )
     if not isinstance(owner, Decoder):
-        model.draw(
-            name, whole := torch.empty(size), generator
-        )  # the model's own rule
+        # The model's own rule.
+        model.draw(name, whole := torch.empty(size), generator)
         return whole
     if name.endswith("bias"):
         return torch.zeros(size)
-    if name.endswith(
-        "norm.weight"
-    ):  # if weights are stored minus one, 0 means 1
+    # If weights are stored minus one, 0 means 1.
+    if name.endswith("norm.weight"):
         return torch.full(
             size, float(model.shape is None or model.shape.norm != "rms1")
         )
@@ -652,9 +650,8 @@ def _router_loss(
     p = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
     # For sigmoid scores; a softmax sums to 1 already.
     p = p / p.sum(-1, keepdim=True)
-    f = (
-        nn.functional.one_hot(chosen, shape.experts).sum(-2).to(wide)
-    )  # (B, T, experts)
+    # (B, T, experts)
+    f = nn.functional.one_hot(chosen, shape.experts).sum(-2).to(wide)
     each = shape.experts * (f.mean(1) * p.mean(1)).sum(-1)
     batch = shape.experts * (f.mean((0, 1)) * p.mean((0, 1))).sum()
     z = logits.exp().sum(-1).log().square().mean(1)

@@ -119,9 +119,8 @@ class Seen:
     losses: list[float] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
-    logged: list[float] = field(
-        default_factory=list
-    )  # mean losses over all ranks
+    # Mean losses over all ranks.
+    logged: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     outputs: list[dict[str, list[Output]]] = field(default_factory=list)
     routes: list[dict[str, list[Output]]] = field(default_factory=list)
@@ -239,9 +238,8 @@ class _Tracer:
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
                 tokens = batch[TOKEN]
-                if (
-                    tokens.dim() > 1
-                ):  # with seq, tp ranks have parts of the sequence
+                # With seq, tp ranks have parts of the sequence.
+                if tokens.dim() > 1:
                     tokens = tokens.chunk(self.parts, 1)[self.tp]
                 numbers = project(y)
                 valid = tokens > 0

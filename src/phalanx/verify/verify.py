@@ -176,9 +176,8 @@ def verify(
         )
         return
     setting = with_loss_scale(make, setting)
-    alone = plain or (
-        None if z_loss else own
-    )  # the forward of a class has no z-loss
+    # The forward of a class has no z-loss.
+    alone = plain or (None if z_loss else own)
     # Once for each fp8 format and division of sums; without fp8 once in all.
     known_truth = cache(partial(truth_of, make, setting, forward=alone))
     against = model_alone(model, own if alone is own else None, setting)

@@ -35,9 +35,8 @@ class Different:
     name: str
     relative: float  # the norm of the difference over that of the reference
     limit: float  # the relative difference that would count as rounding
-    factor: (
-        float | None
-    )  # c where the run has c times the reference, but for rounding
+    # C where the run has c times the reference, but for rounding.
+    factor: float | None
     ranks: list[int]
 
 

@@ -30,9 +30,8 @@ class Held:
 
     rank: int
     record: ParameterRecord
-    numbers: Mapping[
-        str, list[float]
-    ]  # by kind: a sum of squares and a sketch
+    # By kind: a sum of squares and a sketch.
+    numbers: Mapping[str, list[float]]
 
     def key(self, kind: str) -> tuple[int, str]:
         """Equal for copies of the same elements."""

@@ -14,9 +14,8 @@ from torch import Tensor
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 OPS = ("sum", "average", "min", "max", "product")
-NOTHING = torch.empty(
-    0
-)  # the tensor of a call that moves none, such as a barrier
+# The tensor of a call that moves none, such as a barrier.
+NOTHING = torch.empty(0)
 
 
 class CommError(RuntimeError):

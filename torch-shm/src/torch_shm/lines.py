@@ -104,9 +104,8 @@ class SmallSum(NamedTuple):
     signature: tuple[bytes, int]
     mine: Tensor
     parts: list[Tensor]  # of all members, in group order
-    step: (
-        Callable[..., Tensor] | None
-    )  # reduces two parts, if there are just two
+    # Reduces two parts, if there are just two.
+    step: Callable[..., Tensor] | None
 
 
 class Collectives(Line):

@@ -136,9 +136,8 @@ class SharedWorld:
         self._everyone = Collectives(
             self.arena, 0, "the world", tuple(range(self.size)), 0
         )
-        self._lines = (
-            {} if lines is None else lines
-        )  # lines with pending calls
+        # Lines with pending calls.
+        self._lines = {} if lines is None else lines
         self._lock = lock or threading.RLock()
         # Segments by number of the split: equal on every rank, since all split and
         # close in the same order.

@@ -22,11 +22,12 @@ def attend(
 ) -> None:
     """Attention of this rank's tokens, forward and backward, and the claim that it is plain attention."""
     lab.size.part("width", 0, HEADS)  # refuses what does not divide
+    # (heads, tokens, head_dim)
     shape = (
         HEADS,
         lab.size.batch,
         lab.size.width // HEADS,
-    )  # (heads, tokens, head_dim)
+    )
     q, k, v = whole = [draw(i, *shape).requires_grad_() for i in (1, 2, 3)]
     own = lab.part("batch")
     qkv = [x[:, own].detach().contiguous().requires_grad_() for x in whole]
@@ -70,9 +71,8 @@ def block(
     """
 
     def heads(t: Tensor) -> Tensor:
-        return t.view(len(t), HEADS, -1).transpose(
-            0, 1
-        )  # (heads, tokens, head_dim)
+        # (heads, tokens, head_dim)
+        return t.view(len(t), HEADS, -1).transpose(0, 1)
 
     h = normed(x, w["norm"])
     q = heads(h @ w["q"])

@@ -80,9 +80,8 @@ def data_parallel(lab: Lab) -> None:
             own[-lab.size.steps],
             want[0],
         )
-        others = lab.everyone(
-            loss.new_tensor(losses)
-        ).T.tolist()  # (steps, ranks)
+        # (steps, ranks)
+        others = lab.everyone(loss.new_tensor(losses)).T.tolist()
         lab.claim(
             f"every rank has another loss{how}",
             all(len(set(row)) == n for row in others),
@@ -368,9 +367,8 @@ def zero_1(lab: Lab) -> None:
     # part of Adam's state.
     flat = padded(start(size), n)
     count = size.layers * size.width**2
-    weights = list(
-        flat[:count].view(size.layers, size.width, size.width)
-    )  # views
+    # Views.
+    weights = list(flat[:count].view(size.layers, size.width, size.width))
     mine = flat.view(n, -1)[rank]
     adam = Adam([mine])
 

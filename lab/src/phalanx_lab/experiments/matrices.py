@@ -34,9 +34,8 @@ def muon(lab: Lab) -> None:
         summed = scattered(lab.group, torch.stack(gradients, 1), "average")
         momentum.lerp_(summed.transpose(0, 1), 1 - MOMENTUM)
         came = torch.empty_like(momentum)
-        lab.group.all_to_all(
-            came, momentum
-        )  # of each rank its rows of my layers
+        # Of each rank its rows of my layers.
+        lab.group.all_to_all(came, momentum)
         owned = (
             came.view(n, layers, high, -1)
             .transpose(0, 1)
@@ -45,9 +44,8 @@ def muon(lab: Lab) -> None:
         with lab.doing("U"):
             owned = torch.stack([orthogonal(x) for x in owned])
         back = owned.view(layers, n, high, -1).transpose(0, 1).contiguous()
-        lab.group.all_to_all(
-            came, back.view_as(momentum)
-        )  # my rows of all layers
+        # My rows of all layers.
+        lab.group.all_to_all(came, back.view_as(momentum))
         shards = gathered(lab.group, came.transpose(0, 1).contiguous())
         for w, change in zip(weights, shards.unbind(1), strict=True):
             w -= RATE * change

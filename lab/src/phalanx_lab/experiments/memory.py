@@ -303,9 +303,8 @@ def mixed_precision(lab: Lab) -> None:
         gradients = gradients_in(torch.float16, weights, x, scale)
         whole = all(g.isfinite().all() for g in gradients)
         finite = torch.tensor([float(whole)])
-        lab.group.all_reduce(
-            finite
-        )  # a sum: one rank that overflows is enough
+        # A sum: one rank that overflows is enough.
+        lab.group.all_reduce(finite)
         if finite.item() == lab.n:
             break
         scale, skipped = scale / 2, skipped + 1

@@ -185,9 +185,8 @@ def overlap(lab: Lab) -> None:
         computed = sent = 0.0
         for _ in range(layers):
             computed += 1.0
-            sent = (
-                max(sent, computed) + message
-            )  # the event: the gradient is there
+            # The event: the gradient is there.
+            sent = max(sent, computed) + message
         queues.append(sent)
         hidden = layers * message - (sent - layers)
         rows_.append(
@@ -226,14 +225,12 @@ def on_streams(lab: Lab) -> None:
     """Run a matmul on one GPU stream and a copy to the host on another, with an event
     between them."""
     x = torch.randn(lab.size.width, lab.size.width, device="cuda")
-    host = torch.empty(
-        x.shape, pin_memory=True
-    )  # or the copy would hold the host
+    # Or the copy would hold the host.
+    host = torch.empty(x.shape, pin_memory=True)
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     y = x @ x
-    aside.wait_stream(
-        torch.cuda.current_stream()
-    )  # an event: y has been computed
+    # An event: y has been computed.
+    aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         host.copy_(y, non_blocking=True)
     z = y @ x  # beside the copy

@@ -30,10 +30,11 @@ LINE = 64 << 20  # maximum bytes of a line of JSON
 # split
 LONGEST = 1 << 20
 SHORTEST = 1 << 10
+# Files of a folder that `datasets` saved.
 _SAVED = (
     "state.json",
     "dataset_info.json",
-)  # files of a folder that `datasets` saved
+)
 _SPLITS = "dataset_dict.json"
 _LIMIT = 64 << 20  # maximum bytes of a description
 _PACKED = (".gz", ".zst")

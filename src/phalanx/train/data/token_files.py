@@ -232,9 +232,8 @@ def map_file(
         mapped: np.memmap[Any, Any] = np.memmap(
             file, dtype, "r", offset, (count,)
         )
-        mapped.filename = str(
-            folder.path / name
-        )  # numpy sets it only for a path
+        # Numpy sets it only for a path.
+        mapped.filename = str(folder.path / name)
         return mapped
 
 
