@@ -211,7 +211,8 @@ class Attention(HeadsAttention):
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
             q, k = self.q_wide_norm(q), self.k_wide_norm(k)
         # (B, T, heads or kv_heads, head_dim)
-        q, k = q.unflatten(-1, per_head), k.unflatten(-1, per_head)
+        q = q.unflatten(-1, per_head)
+        k = k.unflatten(-1, per_head)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         # The norms come before the rotation, as in Qwen3 and Gemma 3.
@@ -266,7 +267,8 @@ class LatentAttention(HeadsAttention):
         self, x: Tensor, positions: Tensor, angles: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         plain = self.head_dim - self.rope_dim
-        q_head, kv_head = (-1, self.head_dim), (-1, plain + self.value_dim)
+        q_head = (-1, self.head_dim)
+        kv_head = (-1, plain + self.value_dim)
         # queries: (B, T, q_latent or hidden)
         queries = x if self.wq_a is None else self.q_a_norm(self.wq_a(x))
         q = self.wq_b(queries) if self.wq is None else self.wq(x)

@@ -164,7 +164,8 @@ class Block(NumberedPart):
     ) -> Tensor:
         noise = self.own_noise(noise)
         x = _attend(self, x, positions, angles, documents, noise)
-        return _add_mlp(self, x, self.mlp(_through(self.mlp_norm, x)), noise)
+        m = self.mlp(_through(self.mlp_norm, x))
+        return _add_mlp(self, x, m, noise)
 
 
 class ExpertBlock(Block):

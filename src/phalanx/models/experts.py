@@ -484,7 +484,8 @@ class ExpertProducts(nn.Module):
             y = x @ weight.mT  # (experts, each, out)
             return y if bias is None else y + bias.unsqueeze(1)
 
-        return self._by(product, runs).flatten(0, 1)[: len(tokens)]
+        made = self._by(product, runs).flatten(0, 1)
+        return made[: len(tokens)]
 
 
 class ExpertMlps(ExpertProducts):

@@ -245,7 +245,8 @@ def attend_own(
     elif len(blocks := _own_blocks(q, k, documents, window)) == 1:
         out, lse = attend(q, k, v, blocks[0], softcap, whole=blocks[0].causal)
     else:
-        out, lse = _room(q), _room(q[..., 0], _wide(q))
+        out = _room(q)
+        lse = _room(q[..., 0], _wide(q))
         for block in blocks:
             at = block.batch, block.rows
             out[at], lse[at] = attend(q, k, v, block, softcap)
@@ -463,7 +464,8 @@ def _mask_of(block: AttentionBlock, q: Tensor) -> Tensor | None:
     if block.band is None:
         return None
     first, window = block.band
-    rows, keys = q.shape[2], block.keys.stop - block.keys.start
+    rows = q.shape[2]
+    keys = block.keys.stop - block.keys.start
     # GPU kernels need mask rows aligned to 16 bytes.
     columns = -(-keys // 8) * 8
     room = q.new_full((rows, columns), -math.inf)[:, :keys]
@@ -771,7 +773,8 @@ def _plain_back(
         # Derivative of c tanh(s / c). Clamped, as it is zero for masked keys, whose
         # score is -inf.
         if softcap:
-            inside *= (1 - (scores / softcap).square_()).clamp_(min=0)
+            slope = 1 - (scores / softcap).square_()
+            inside *= slope.clamp_(min=0)
         # Scores are q k' / sqrt(size), so dq and dk both carry this factor.
         inside *= q.shape[-1] ** -0.5
         into_rows = inside @ k[:, :, :seen].to(wide)

@@ -207,7 +207,8 @@ def _shared_sums(logits: Tensor, targets: Tensor, terms: _Terms) -> _TokenSums:
         agree(most, "max")
         sums = torch.stack(((own - most).exp_(), chosen))  # (2, tokens)
         agree(sums, "sum")
-        total, chosen = most.add_(sums[0].log()), sums[1]
+        total = most.add_(sums[0].log())
+        chosen = sums[1]
     losses = torch.where(targets != IGNORED, total - chosen, 0.0)
     return _TokenSums(losses, own, total)
 

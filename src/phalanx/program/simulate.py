@@ -173,7 +173,8 @@ def compiled(
             before.append(
                 tuple({at[j] for i in members for j in made.before[i]})
             )
-            key = tuple((made.ops[i][0], *made.ops[i][1][:2]) for i in members)
+            own = [made.ops[i] for i in members]
+            key = tuple((row, op.kind, op.piece) for row, op in own)
         number = known.setdefault(key, len(priced))
         if number == len(priced):
             priced.append(

@@ -51,9 +51,12 @@ class Timeline:
         """Every (rank, lane), ranks in order, the compute lane first."""
         found = dict.fromkeys((s.rank, s.lane) for s in self.spans)
         order = {rank: i for i, rank in enumerate(self.ranks)}
-        return tuple(
-            sorted(found, key=lambda x: (order[x[0]], x[1] != "compute", x[1]))
-        )
+
+        def place(found: tuple[int, str]) -> tuple[int, bool, str]:
+            rank, lane = found
+            return order[rank], lane != "compute", lane
+
+        return tuple(sorted(found, key=place))
 
     @cached_property
     def start(self) -> float:
