@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,8 @@ def table() -> str:
     lines = [f"| module | {' | '.join(f'`{each}`' for each in LAYOUTS)} |"]
     lines.append("|---" * (1 + len(LAYOUTS)) + "|")
     for name in MODULES:
+        if "(timm)" in name and find_spec("timm") is None:
+            continue
         cells = " | ".join(str(compared(name, layout)) for layout in LAYOUTS)
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
