@@ -71,7 +71,7 @@ FILES: dict[str, str | bytes] = {
         "def none(*a): return None\n"
         "def numbers(*a): return [[1, 2]] * a[0]\n"
         "def letters(*a): return ['FB'] * a[0]\n"
-        "def kind(*a): return [[Op('X', 0, 0)]] * a[0]\n"
+        "def kind(*a): return [[Op('x', 0, 0)]] * a[0]\n"
         "def huge(*a): return [[Op('F', 10**30, 0)]] * a[0]\n"
         "def escapes(*a): raise ValueError('\\x1b]0;owned\\x07')\n"
     ),

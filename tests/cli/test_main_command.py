@@ -33,7 +33,7 @@ BAD = {
     "draw 1f1b --layers 3": "--layers 3 cannot fill 4 stages",
     "draw 1f1b --costs F=a": "'a' in 'F=a' is not a number",
     "draw 1f1b --costs F=1,F=2": "F appears twice",
-    "draw 1f1b --costs X=1": "'X=1' is not KIND=TIME",
+    "draw 1f1b --costs x=1": "'x=1' is not KIND=TIME",
     "draw 1f1b --costs F=-1": "'F=-1'",
     "draw 1f1b --costs F=inf": "'F=inf'",
     "draw 1f1b --costs F=0,B=0": "nothing takes time",

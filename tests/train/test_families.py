@@ -526,7 +526,7 @@ def test_a_run_of_transformers_own_code_is_compared_by_its_own_loop(
     assert main([*words, "sequence=16", "steps=10", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["passed"] == 2
-    assert f"hf:{folder} in its own sizes" in figures["covered"]
+    assert "2 of 2 blocks, every kind of them" in figures["covered"]
 
 
 def test_a_run_of_transformers_code_that_is_too_large_is_refused(
