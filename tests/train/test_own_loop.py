@@ -22,7 +22,7 @@ from phalanx.layout.recipe import module_recipe
 from phalanx.models import Decoder
 
 LAYOUTS = (
-    "", "dp2", "dp2 zero3", "accum:2", "pp2 1f1b:2", "tp2", "dp2 zero1 recompute:all",
+    "", "dp2", "dp2 zero3", "dp2x2 zero3", "accum:2", "pp2 1f1b:2", "tp2", "dp2 zero1 recompute:all",
 )  # fmt: skip
 
 
