@@ -163,6 +163,48 @@ def test_a_fused_optimizer_divides_clipped_gradients_itself() -> None:
         )
 
 
+# ---- several runs
+
+
+def _two_models(
+    world: World, layout: str
+) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Two runs of one world, whose steps alternate."""
+    runs, losses = [], ([], [])
+    for lr in (0.5, 0.25):
+        model = _guesser()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        runs.append(phalanx.prepare(model, optimizer, layout, world=world))
+    for batches in zip(*(run.shard(_guesses()) for run in runs), strict=True):
+        for run, batch, own in zip(runs, batches, losses, strict=True):
+            own.append(run.step(batch).loss)
+    states = [run.state_dict() for run in runs]
+    return list(zip(losses, states, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero3", "auto"])
+def test_two_runs_of_one_world_are_each_their_plain_script(
+    layout: str,
+) -> None:
+    """As a student and its teacher, or one cell of a notebook that is run twice."""
+    for found in launch(
+        _two_models, 2, layout, backend="threads", timeout=20.0
+    ):
+        for lr, (losses, weights) in zip((0.5, 0.25), found, strict=True):
+            model = _guesser()
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+            wanted = []
+            for idx, targets in _guesses():
+                loss = model(idx, targets)[1]
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                wanted.append(loss.item())
+            assert losses == pytest.approx(wanted, rel=1e-10)
+            plain = model.state_dict()["words.weight"]
+            torch.testing.assert_close(weights["words.weight"], plain)
+
+
 # ---- checkpoints
 
 

@@ -197,6 +197,8 @@ def prepare(
         precision=precision_on(world.device, chosen),
         clip=clip,
         measure=measure,
+        # a second run of this world has groups of its own
+        prefix=world.unused_prefix("everyone"),
     )
     run = PreparedRun(world, part, own, names, updater)
     # Without an example, the first step compares its own batch.
@@ -476,7 +478,7 @@ class PreparedRun:
         return state
 
     def close(self) -> None:
-        """Leave the world of ranks."""
+        """Leave the world of ranks, and so end every other run that shares it."""
         self.world.close()
 
 
@@ -552,7 +554,10 @@ def _auto(model: nn.Module, world: World, batch: _KeptByRow) -> Layout:
         rows=batch.rows,
         kept=batch.kept,
     )
-    return Layout.parse(exchange(everyone, str(own))[0])
+    chosen = exchange(everyone, str(own))[0]
+    # Released, so that a second run of this world can choose as well.
+    world.release("auto")
+    return Layout.parse(chosen)
 
 
 def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -387,6 +388,19 @@ class World(ABC):
                 group.number = self.positions.group(name, group.ranks)
                 group.positions = self.positions
         return group
+
+    def unused_prefix(self, name: str) -> str:
+        """The prefix of a new set of groups, one of which has this name.
+
+        It is empty for the first set. All ranks get the same prefix, since they open
+        the same groups.
+        """
+        prefix = ""
+        for number in count(2):
+            if prefix + name not in self._groups:
+                break
+            prefix = f"{number}."
+        return prefix
 
     def record(self, positions: Positions | None) -> None:
         """Record the calls of every group split from now on; None stops it."""

@@ -78,16 +78,23 @@ def parallelize(
     clip: float = 0.0,
     seed: int | None = None,
     measure: Measure = BY_TARGETS,
+    prefix: str = "",
 ) -> ModelPart:
     """Build this rank's part of a model: shard its modules, open its groups, make its
     executors.
 
     Collective. `seed` initializes the weights; without one they are zeros, to be loaded
     or drawn later. `measure` defines what losses are divided by, and the metrics that
-    come with them.
+    come with them. `prefix` names the groups of a second part in the same world.
     """
     local = build_local(
-        world, layout, model, program, seed=seed, precision=precision
+        world,
+        layout,
+        model,
+        program,
+        seed=seed,
+        precision=precision,
+        prefix=prefix,
     )
     # float16 alone has too little range for small gradients.
     scaling = LossScale() if layout.precision == FP16 else None
