@@ -281,3 +281,23 @@ def test_a_signal_that_another_thread_gets_is_noticed_while_ranks_are_waited_for
     finally:
         thread.join()
         signal.signal(signal.SIGUSR2, before)
+
+
+def sums_until_interrupted(world, running):
+    group = world.split("all", [range(world.size)])
+    running.append(threading.current_thread())
+    total = torch.zeros(1)
+    group.all_reduce(total)
+    if not world.rank:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    while True:
+        group.all_reduce(total)
+
+
+def test_an_interrupted_caller_leaves_no_rank_running_in_its_process():
+    """As a cell of a notebook that is interrupted: its run must not train on behind it."""
+    running = []
+    with pytest.raises(KeyboardInterrupt):
+        launch(sums_until_interrupted, 2, running, backend="threads")
+    assert len(running) == 2
+    assert not any(thread.is_alive() for thread in running)

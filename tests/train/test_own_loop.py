@@ -379,6 +379,9 @@ def test_ranks_that_ask_for_other_layouts_end_with_both() -> None:
         ({"layout": "dp2"}, "torchrun --nproc-per-node 2"),
         ({"layout": "recompute:fit"}, "recompute:all"),
         ({"loss": None}, "metrics need a loss function"),
+        ({"layout": loops.weighted_loss}, "not a function. .*loss=my_loss"),
+        ({"loss": "mse"}, r"a function loss\(output, batch\), not 'mse'"),
+        ({"metrics": "right"}, r"metrics=\['right'\]"),
     ],
 )
 def test_arguments_that_cannot_be_taken_are_refused(

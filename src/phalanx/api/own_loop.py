@@ -143,6 +143,7 @@ def prepare(
     """
     world = world or join()
     with agreement(world) as facts:
+        _refuse_other_types(layout, loss, metrics)
         facts["layout"] = str(layout).strip()
         auto = facts["layout"] == AUTO
         counts = auto and not world.rank
@@ -483,6 +484,24 @@ class PreparedRun:
 
 
 # ---- checks before training
+
+
+def _refuse_other_types(layout: object, loss: object, metrics: object) -> None:
+    """Refuse arguments of another type, before they are used as what they are not."""
+    if not isinstance(layout, str | Layout):
+        raise LayoutError(
+            f"layout must be text such as 'dp2 zero3', not a {type(layout).__name__}."
+            " Pass a loss function by its name: prepare(..., loss=my_loss)."
+        )
+    if loss is not None and not callable(loss):
+        raise LayoutError(
+            f"loss must be a function loss(output, batch), not {loss!r}. Write one that returns the sum"
+            " over the rows."
+        )
+    if isinstance(metrics, str):
+        raise LayoutError(
+            f"metrics must be a list of names: metrics=[{metrics!r}]."
+        )
 
 
 @dataclass(frozen=True)

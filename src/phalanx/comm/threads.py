@@ -396,15 +396,23 @@ def run_threads(
         )
         for rank in range(size)
     ]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        try:
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in threads:
             # A thread cannot be ended from outside. One that computes on after another
             # has failed is left behind.
             ended.get(timeout=GRACE if reports else None)
-        except queue.Empty:
-            break
+    except queue.Empty:
+        pass
+    except KeyboardInterrupt:
+        # Otherwise the ranks of an interrupted cell train on in the background of the
+        # notebook, and keep their folder locked.
+        hub.fail("the caller was interrupted")
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(GRACE)
+        raise
     if reports:
         raise RankFailed(reports) from errors[0]
     return results
