@@ -49,12 +49,17 @@ def pairs() -> list[Pair]:
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of Hugging Face for bytes, and pairs as its tokens."""
     folder = tmp_path_factory.mktemp("dpo")
+    prepare_start(folder)
+    return folder
+
+
+def prepare_start(folder: Path) -> None:
+    """Write a model of Hugging Face for bytes, and pairs as its tokens."""
     saved(theirs("llama", vocab_size=256), folder / "hub")
     rows = folder / "pairs.jsonl"
     rows.write_text("\n".join(map(json.dumps, pairs())))
     words = ["--out", f"{folder}/tokens", "--held-out", "0"]
     assert main(["data", "prepare", str(rows), *words]) == 0
-    return folder
 
 
 def trained(start: Path, out: Path, layout: str, *more: str) -> Path:
@@ -166,21 +171,103 @@ def test_a_layout_has_the_losses_and_the_weights_of_the_formula(
         )
 
 
-# tests/train/trl_numbers.py, with trl 1.16.0 and transformers 5.23.0; TRL takes the loss in float32.
-TRL_LOSSES = (0.6931471824645996, 0.5208919048309326, 0.003859942778944969)
-TRL_NORMS = (7.379085516529327, 5.427136772178893, 0.021280863538592282)
+# ---- TRL's gradients, parameter by parameter
+
+# Written by trl_numbers.py, with trl 1.16.0, peft 0.21.2, transformers 5.23.0 and torch 2.13.0.
+# A line is the kind of run, a parameter's name, and each step's norm and projection; or the losses.
+TRL = Path(__file__).with_name("trl_gradients.jsonl")
+ADAPTERS = ("lora.r=4", "lora.alpha=8")
 
 
-def test_losses_and_gradients_are_those_of_trl(
-    start: Path, tmp_path: Path
+def norm_and_projection(gradient: Tensor) -> list[float]:
+    """The gradient's norm, and its dot product with cos(0), cos(1), cos(2), ...
+
+    The second changes with a sign and with the order of the elements.
+    """
+    flat = gradient.flatten().double()
+    wave = torch.arange(len(flat), dtype=torch.float64).cos()
+    return [float(flat.norm()), float(flat @ wave)]
+
+
+def our_name(name: str) -> str:
+    """Our name of a Llama's parameter, which transformers or peft has named."""
+    if "lora_" in name:
+        return adapter_name(name)
+    for theirs_part, ours_part in (
+        ("model.layers.", "layers."),
+        ("model.embed_tokens.", "embed.tokens."),
+        ("model.norm.", "head.norm."),
+        ("input_layernorm.", "attn_norm."),
+        ("post_attention_layernorm.", "mlp_norm."),
+        ("self_attn.", "attn.w"),
+        ("_proj.", "."),
+    ):
+        name = name.replace(theirs_part, ours_part)
+    return name
+
+
+def weights_at_start(start: Path) -> dict[str, Tensor]:
+    """Weights that a run begins with, adapters included, by our names.
+
+    Call it outside `widened`: in float64 the random numbers are others.
+    """
+    run = Run.load("", (f"model=hf:{start}/hub", *ADAPTERS))
+    model = build_model(run.shape)
+    adapters = filter(is_lora, model.weights)
+    weights = {name: drawn(model, name, run.seed) for name in adapters}
+    for name, weight in theirs("llama", vocab_size=256).named_parameters():
+        weights[our_name(name)] = weight.detach()
+    return weights
+
+
+def with_adapters(model: Any, at_start: dict[str, Tensor]) -> Any:
+    """The model in peft, with the adapters of `weights_at_start`."""
+    import peft
+
+    letters = ["q", "k", "v", "o", "gate", "up", "down"]
+    modules = [f"{x}_proj" for x in letters]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=modules)
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if weight.requires_grad:
+                weight.copy_(at_start[our_name(name)])
+    return adapted
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero2", "tp2 seq", "pp2 1f1b:2"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_losses_and_each_parameters_gradients_are_those_of_trl(
+    kind: str, layout: str, start: Path, tmp_path: Path
 ) -> None:
-    steps = steps_of(trained(start, tmp_path / "run", "dp2 tp2 zero2"))
-    assert [step["loss"] for step in steps] == pytest.approx(
-        TRL_LOSSES, rel=1e-6
-    )
-    assert [step["norm"] for step in steps] == pytest.approx(
-        TRL_NORMS, rel=1e-6
-    )
+    """SGD's updates give the gradients: weights before minus after, over its rate."""
+    rows = map(json.loads, TRL.read_text().splitlines())
+    expected = {name: steps for of, name, steps in rows if of == kind}
+    trl_losses = expected.pop("loss")
+    adapters = ADAPTERS if kind == "lora" else ()
+    kept = ["checkpoint.every=1", f"checkpoint.keep={STEPS}"]
+    out = trained(start, tmp_path / "run", layout, *kept, *adapters)
+    first = before = weights_at_start(start)
+    for step in range(STEPS):
+        folder = out / "checkpoints" / f"step-{step + 1:08d}"
+        after = phalanx.load(folder)
+        for name, sums in expected.items():
+            ours = our_name(name)
+            update = before[ours].double() - after[ours].double()
+            found = norm_and_projection(update / RATE)
+            norm, _ = sums[step]
+            assert found == pytest.approx(
+                sums[step], rel=0, abs=1e-9 * norm + 1e-14
+            ), (name, step)
+        before = dict(after)
+    moved = {
+        name
+        for name, weight in before.items()
+        if not torch.equal(weight.double(), first[name].double())
+    }
+    assert moved == {our_name(name) for name in expected}
+    losses = [step["loss"] for step in steps_of(out)]
+    assert losses == pytest.approx(trl_losses, rel=1e-9)
 
 
 def test_the_metrics_say_how_many_pairs_gained_and_by_how_much(
@@ -202,9 +289,8 @@ def test_the_metrics_say_how_many_pairs_gained_and_by_how_much(
 def test_adapters_have_the_losses_of_one_process_in_every_layout(
     layout: str, start: Path, tmp_path: Path
 ) -> None:
-    adapters = ["lora.r=4", "lora.alpha=8"]
-    alone = steps_of(trained(start, tmp_path / "one", "", *adapters))
-    split = steps_of(trained(start, tmp_path / "many", layout, *adapters))
+    alone = steps_of(trained(start, tmp_path / "one", "", *ADAPTERS))
+    split = steps_of(trained(start, tmp_path / "many", layout, *ADAPTERS))
     assert alone[0]["loss"] == pytest.approx(0.6931471805599453, rel=1e-12)
     assert alone[2]["loss"] < alone[1]["loss"] < alone[0]["loss"]
     for one, other in zip(alone, split, strict=True):
@@ -217,29 +303,11 @@ def test_adapters_are_trained_as_peft_and_the_formula_train_them(
     layout: str, start: Path, tmp_path: Path
 ) -> None:
     """peft's model, with the adapters that the run starts with."""
-    import peft
-
-    adapters = ["lora.r=4", "lora.alpha=8"]
-    steps = steps_of(trained(start, tmp_path / "run", layout, *adapters))
-    run = Run.load("", (f"model=hf:{start}/hub", *adapters))
-    ours = build_model(run.shape)
-    projections = ["q", "k", "v", "o", "gate", "up", "down"]
-    config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=[f"{x}_proj" for x in projections]
-    )
-    adapters_at_start = {
-        name: drawn(ours, name, run.seed)
-        for name in ours.weights
-        if is_lora(name)
-    }
+    steps = steps_of(trained(start, tmp_path / "run", layout, *ADAPTERS))
     narrow = theirs("llama", vocab_size=256)
+    at_start = weights_at_start(start)
     with widened():
-        wide = in_float64(narrow)
-        model = peft.get_peft_model(wide, config)
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if weight.requires_grad:
-                    weight.copy_(adapters_at_start[adapter_name(name)])
+        model = with_adapters(in_float64(narrow), at_start)
         losses, norms = trained_by_formula(start, model)
     assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-9)
     assert [step["norm"] for step in steps] == pytest.approx(norms, rel=1e-9)

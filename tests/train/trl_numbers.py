@@ -1,6 +1,6 @@
-"""Losses and gradient norms of TRL's DPO on the pairs of test_dpo.py, which that test has as numbers.
+"""Writer of trl_gradients.jsonl: losses and gradients of TRL's DPO on the pairs of test_dpo.py, in float64.
 
-pip install trl
+pip install trl peft
 PYTHONPATH=src:torch-shm/src:rank-watch/src:tests python tests/train/trl_numbers.py
 """
 
@@ -16,8 +16,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hub_models import saved, theirs
-from phalanx.cli import main
+from hub_models import in_float64, theirs, widened
 
 
 def tokens_of_bytes() -> PreTrainedTokenizerFast:
@@ -29,62 +28,73 @@ def tokens_of_bytes() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
-def inputs(batch: list[test_dpo.Pair], collate: Any) -> Any:
-    names = {
-        "prompt_ids": "prompt",
-        "chosen_ids": "chosen",
-        "rejected_ids": "rejected",
-    }
-    rows = [
-        {n: list(pair[name].encode()) for n, name in names.items()}
-        for pair in batch
-    ]
-    return collate(rows)
+def row(pair: test_dpo.Pair) -> dict[str, list[int]]:
+    """A pair as TRL's collator takes it."""
+    return {f"{name}_ids": list(text.encode()) for name, text in pair.items()}
 
 
-def numbers(start: Path) -> tuple[list[float], list[float]]:
+def trainer_of(policy: Any, reference: Any, out: Path) -> Any:
     import trl
     from datasets import Dataset
-    from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-    saved(theirs("llama", vocab_size=256), start / "hub")
-    (start / "pairs.jsonl").write_text(
-        "\n".join(map(json.dumps, test_dpo.pairs()))
-    )
-    words = ["--out", f"{start}/tokens", "--held-out", "0"]
-    assert main(["data", "prepare", f"{start}/pairs.jsonl", *words]) == 0
-    policy, reference = (
-        theirs("llama", vocab_size=256).double() for _ in range(2)
-    )
-    plain = {
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "max_length": None,
-    }
     terms = trl.DPOConfig(
-        str(start), beta=test_dpo.BETA, use_cpu=True, report_to=[], **plain
+        str(out),
+        beta=test_dpo.BETA,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=None,
+        use_cpu=True,
+        report_to=[],
     )
-    trainer = trl.DPOTrainer(
+    return trl.DPOTrainer(
         model=policy,
         ref_model=reference,
         args=terms,
         train_dataset=Dataset.from_list(test_dpo.pairs()),
         processing_class=tokens_of_bytes(),
     )
-    model, collate = trainer.model, DataCollatorForPreference(pad_token_id=0)
-    optimizer = torch.optim.SGD(model.parameters(), test_dpo.RATE)
-    losses, norms = [], []
+
+
+def recorded(start: Path, trainer: Any) -> dict[str, list[Any]]:
+    """Trains with SGD; records each step's loss and gradients."""
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    collate = DataCollatorForPreference(pad_token_id=0)
+    named = trainer.model.named_parameters()
+    trained = {name: x for name, x in named if x.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), test_dpo.RATE)
+    found: dict[str, list[Any]] = {name: [] for name in ["loss", *trained]}
     for batch in test_dpo.taken(start):
         optimizer.zero_grad()
-        loss = trainer.compute_loss(model, inputs(batch, collate))
+        inputs = collate([row(pair) for pair in batch])
+        loss = trainer.compute_loss(trainer.model, inputs)
         loss.backward()
-        gradient = torch.cat([x.grad.flatten() for x in model.parameters()])
-        losses.append(float(loss.detach()))
-        norms.append(float(gradient.norm()))
+        found["loss"].append(float(loss.detach()))
+        for name, weight in trained.items():
+            sums = test_dpo.norm_and_projection(weight.grad)
+            found[name].append([float(f"{x:.12g}") for x in sums])
         optimizer.step()
-    return losses, norms
+    return found
+
+
+def main(start: Path) -> None:
+    test_dpo.prepare_start(start)
+    narrow = theirs("llama", vocab_size=256)
+    at_start = test_dpo.weights_at_start(start)
+    with widened():
+        full = trainer_of(in_float64(narrow), in_float64(narrow), start)
+        adapted = test_dpo.with_adapters(in_float64(narrow), at_start)
+        # TRL's reference is the model with its adapters turned off
+        lora = trainer_of(adapted, None, start)
+        kinds = {"full": full, "lora": lora}
+        lines = [
+            json.dumps([kind, name, steps])
+            for kind, trainer in kinds.items()
+            for name, steps in recorded(start, trainer).items()
+        ]
+    test_dpo.TRL.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(*numbers(Path(folder)), sep="\n")
+        main(Path(folder))
