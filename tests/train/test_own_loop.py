@@ -471,6 +471,21 @@ def test_batches_that_give_a_rank_no_row_are_refused() -> None:
         run.step(short)
 
 
+def test_a_batch_that_was_unpacked_into_its_names_is_refused() -> None:
+    run = _prepared(AloneWorld("cpu"))
+    names: Any = tuple(loops.batches()[0])
+    text = r"the names tokens, targets.*for batch in run.shard"
+    with pytest.raises(ValueError, match=text):
+        run.step(names)
+
+
+def test_a_class_in_the_place_of_its_module_is_refused() -> None:
+    kind: Any = Guesser
+    optimizer = torch.optim.SGD(_guesser().parameters(), lr=0.1)
+    with pytest.raises(LayoutError, match="class Guesser: pass an instance"):
+        phalanx.prepare(kind, optimizer, world=AloneWorld("cpu"))
+
+
 def test_statistics_of_a_batch_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

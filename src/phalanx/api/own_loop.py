@@ -797,6 +797,12 @@ def _named(batch: GivenBatch) -> dict[str, Tensor]:
     # (x) or (x, y): the loader of a `TensorDataset` yields such lists.
     else:
         tensors = [x for x in batch if isinstance(x, Tensor)]
+        # `for x, y in run.shard(loader)` unpacks the names of a dict.
+        if batch and all(isinstance(x, str) for x in batch):
+            raise LoopError(
+                f"a batch must hold tensors, not the names {', '.join(map(str, batch))}. run.shard yields"
+                " dicts: write `for batch in run.shard(loader)`, and run.step(batch)."
+            )
         if len(tensors) != len(batch) or not 1 <= len(tensors) <= 2:
             raise LoopError(
                 f"a batch must be a dict of tensors, or an input with its targets, not {len(batch)} values."

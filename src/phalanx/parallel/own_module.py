@@ -60,8 +60,13 @@ class OwnModule:
         plan: Plan | None = None,
     ) -> OwnModule:
         if not isinstance(module, nn.Module):
+            given = (
+                f"the class {module.__name__}: pass an instance"
+                if isinstance(module, type)
+                else f"a {type(module).__name__}"
+            )
             raise LayoutError(
-                f"prepare takes a torch.nn.Module, not a {type(module).__name__}."
+                f"prepare takes a torch.nn.Module, not {given}."
             )
         if meta := [
             name for name, x in module.named_parameters() if x.is_meta
