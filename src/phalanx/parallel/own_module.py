@@ -65,9 +65,7 @@ class OwnModule:
                 if isinstance(module, type)
                 else f"a {type(module).__name__}"
             )
-            raise LayoutError(
-                f"prepare takes a torch.nn.Module, not {given}."
-            )
+            raise LayoutError(f"prepare takes a torch.nn.Module, not {given}.")
         if meta := [
             name for name, x in module.named_parameters() if x.is_meta
         ]:
