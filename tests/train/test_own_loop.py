@@ -205,6 +205,39 @@ def test_two_runs_of_one_world_are_each_their_plain_script(
             torch.testing.assert_close(weights["words.weight"], plain)
 
 
+def test_a_step_that_was_interrupted_is_followed_by_no_other(
+    tmp_path: Path,
+) -> None:
+    """Its microbatches are in the gradient buffers: another step would add to them."""
+    asked = []
+
+    def interrupted(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        asked.append(len(logits))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return logits.sum()
+
+    run = _prepared(
+        AloneWorld("cpu"),
+        layout="accum:2",
+        loss=interrupted,
+        metrics=[],
+        verify=False,
+    )
+    batch = loops.batches()[0]
+    before = loops.tiny().state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        run.step(batch)
+    text = "step 1 ended in a KeyboardInterrupt.*Call prepare again"
+    with pytest.raises(ValueError, match=text):
+        run.step(batch)
+    with pytest.raises(ValueError, match=text):
+        run.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+    for name, weight in run.state_dict().items():
+        assert weight.equal(before[name]), name
+
+
 # ---- checkpoints
 
 

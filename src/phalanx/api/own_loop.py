@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -228,6 +229,8 @@ class PreparedRun:
         self.steps = 0
         self._own, self._names, self._updater = own, names, updater
         self._saver: Saver | None = None
+        # the error that ended a step before its end; "": none
+        self._broken = ""
         # compares the first step's batch with one process
         self._first: _FirstTrial | None = None
 
@@ -308,6 +311,11 @@ class PreparedRun:
         if self._first:
             self._refuse_different(self._first, batch)
         own = self._microbatches(batch)
+        self._refuse_broken()
+        with self._whole_or_broken():
+            return self._step(own)
+
+    def _step(self, own: list[dict[str, Tensor]]) -> StepOutcome:
         # The rate is ignored: the user's optimizer holds its own learning
         # rates.
         result = self.part.trainer.step(own, 0.0, timed=False)
@@ -321,6 +329,25 @@ class PreparedRun:
         return StepOutcome(
             self.steps, result.total, result.norm, metrics, result.finite
         )
+
+    @contextmanager
+    def _whole_or_broken(self) -> Iterator[None]:
+        """Note the error that ends a step before its end."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = type(error).__name__
+            raise
+
+    def _refuse_broken(self) -> None:
+        # The gradients of such a step are still in the buffers, and its update may
+        # have reached some weights only.
+        if self._broken:
+            raise LoopError(
+                f"step {self.steps + 1} ended in a {self._broken}, so gradients and weights may be"
+                " incomplete. Call prepare again, then run.load(folder) to continue from a checkpoint;"
+                " or call model.load_state_dict(run.state_dict()) before it to keep the present weights."
+            )
 
     def _refuse_different(self, first: _FirstTrial, batch: GivenBatch) -> None:
         # On rank 0 only, but all ranks meet here, as the trial may raise.
@@ -422,6 +449,7 @@ class PreparedRun:
         Each rank writes its part. `state` is stored with it: values that JSON can
         represent, such as a scheduler's `state_dict`.
         """
+        self._refuse_broken()
         scaling = self.part.trainer.scaling
         config = {
             "state": dict(state or {}),
