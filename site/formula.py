@@ -56,10 +56,14 @@ def cut_key(shape: Shape, cut: Layout) -> str:
 
 
 def local(
-    shape: Shape, cut: Layout, rows: float, sequence: int, numbers: int
+    shape: Shape,
+    cut: Layout,
+    rows: float,
+    sequence: int,
+    numbers: Mapping[str, int],
 ) -> dict[str, float]:
-    """Return the sizes on one rank. `numbers` is the size of a chunk of logits in the
-    loss."""
+    """Return the sizes on one rank. `numbers` has the sizes of a chunk of logits, and of
+    a tile of a chunk, in the loss."""
     tp, multiple = cut.tp, cut.cp * 2 * (cut.tp if cut.seq else 1)
     whole = (
         -(-sequence // multiple) * multiple
@@ -72,12 +76,13 @@ def local(
         -(-shape.vocab // tp),
         rows * s,
     )
-    chunk = min(tokens, max(1, numbers // words))
+    chunk = min(tokens, max(1, numbers["chunk"] // words))
+    tile = min(chunk, max(1, numbers["tile"] // words))
     return {
         "b": rows, "s": s, "u": s / tp, "h": shape.hidden, "f": shape.ffn / tp,
         "a": shape.heads / tp, "g": groups, "q": shape.heads * d / tp, "k": groups * d,
         "v": words, "d": d, "p": shape.sequence,
-        "c": chunk,
+        "c": chunk, "t": tile,
     }  # fmt: skip
 
 
@@ -87,7 +92,7 @@ def features(x: Mapping[str, float], *, seq: bool) -> list[float]:
     tokens = [x["b"] * x[n] for n in ("su" if seq else "s")]
     weights = [x["h"] * x[n] for n in "fqkv"]
     once = [x["s"] * x["d"], x["p"] * x["h"], x["s"], x["b"], *(wide[1:])]
-    once += [x["c"] * x["v"], x["c"]]
+    once += [x["c"] * x["v"], x["c"], x["t"] * x["v"], x["t"]]
     return [*(t * w for t in tokens for w in wide), *weights, *once, 1.0]
 
 
@@ -129,9 +134,7 @@ def costs_from(
             # the part that is independent of rows, as for a model that is costed
             if not rows:
                 return at_rows(at(form, 1.0, cut), at(form, 2.0, cut))(rows)
-            sizes = local(
-                model, cut, rows, sequence or model.sequence, table["chunk"]
-            )
+            sizes = local(model, cut, rows, sequence or model.sequence, table)
             return cost_of_row(_value(form, features(sizes, seq=cut.seq)))
 
         each = (CostedPiece((partial(at, form, cut=cut),)) for form in kinds)

@@ -149,18 +149,22 @@ def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
     templates: list[Any] = [None] * 3
     # Half as many models again as factors, because some moments do not occur in all of
     # them.
-    count = len(features(dict.fromkeys("bsuhfagqkvdpc", 1.0), seq=cut.seq))
+    count = len(features(dict.fromkeys("bsuhfagqkvdpct", 1.0), seq=cut.seq))
     for _ in range(3 * count // 2 + HELD_OUT):
         shape, one, batch = sample(facts, cut, rng)
-        chunk = _chunk(shape, one, batch, rng)
-        with Moments() as runs, mock.patch.dict(loss.NUMBERS, meta=chunk):
+        sizes = _chunk(shape, one, batch, rng)
+        with (
+            Moments() as runs,
+            mock.patch.dict(loss.CHUNK, meta=sizes["chunk"]),
+            mock.patch.dict(loss.NUMBERS, meta=sizes["tile"]),
+        ):
             (costs,) = cost_kinds(
                 build_model(shape), one, (batch,), target="cuda"
             )
         assert len(costs) == len(runs) == 3
         rows.append(
             features(
-                local(shape, one, batch, shape.sequence, chunk), seq=cut.seq
+                local(shape, one, batch, shape.sequence, sizes), seq=cut.seq
             )
         )
         for n, (cost, moments) in enumerate(zip(costs, runs, strict=True)):
@@ -192,11 +196,14 @@ def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
     return structure(shape), cut_key(shape, cut), forms
 
 
-def _chunk(shape: Shape, cut: Layout, rows: int, rng: random.Random) -> int:
-    """Return the chunk of logits that the loss takes at a time: that of some tokens, or
-    of all."""
+def _chunk(
+    shape: Shape, cut: Layout, rows: int, rng: random.Random
+) -> dict[str, int]:
+    """Return the logits that the loss makes at a time, of some tokens or of all, and
+    those of a tile, whose softmax it computes at a time."""
     words, tokens = shape.vocab // cut.tp, rows * shape.sequence // cut.cp
-    return rng.randint(1, tokens) * words
+    chunk = rng.randint(1, tokens)
+    return {"chunk": chunk * words, "tile": rng.randint(1, chunk) * words}
 
 
 def _solve(at: np.ndarray, wanted: np.ndarray) -> list[dict[str, Any]]:
@@ -236,7 +243,8 @@ def _many(
             x["s"] * cut.cp,
         )
         tokens = x["b"] * x["s"]
-        x["c"] = min(tokens, max(1.0, loss.LARGE // x["v"]))
+        x["c"] = min(tokens, max(1.0, loss.LARGE_CHUNK // x["v"]))
+        x["t"] = min(x["c"], max(1.0, loss.LARGE // x["v"]))
         yield features(x, seq=cut.seq)
 
 
@@ -254,7 +262,10 @@ def _highest(
 def main() -> None:
     out, families = Path(sys.argv[1]), sys.argv[2:] or list(FAMILIES)
     jobs = [(family, cut) for family in families for cut in cuts(family)]
-    table: dict[str, Any] = {"chunk": loss.LARGE}
+    table: dict[str, Any] = {
+        "chunk": loss.LARGE_CHUNK,
+        "tile": loss.LARGE,
+    }
     with Pool(2) as pool:
         for kind, cut, forms in pool.imap_unordered(fitted, jobs):
             table.setdefault(kind, {})[cut] = forms

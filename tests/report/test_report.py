@@ -262,7 +262,7 @@ def test_before_the_first_step_the_page_says_that_nothing_was_recorded(
 def test_a_browser_shows_the_page_without_a_complaint(tmp_path: Path) -> None:
     dom, console = opened(report(written(tmp_path, HOSTILE)), tmp_path)
     assert console == []
-    assert dom.count("<h2>") == 11
+    assert dom.count("<h2>") == 12
     # each start, and again what was repeated; wide and narrow
     assert dom.count("<polyline") == 24
     assert dom.count("<canvas") == 1

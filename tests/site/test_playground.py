@@ -34,7 +34,7 @@ CUT = piece_layout(Layout.parse("tp2 seq recompute:selective bf16"))
 @pytest.fixture(scope="module")
 def table() -> dict[str, Any]:
     """The formulas of two cuts: with neither tp nor recomputation, and with both."""
-    found: dict[str, Any] = {"chunk": loss.LARGE}
+    found: dict[str, Any] = {"chunk": loss.LARGE_CHUNK, "tile": loss.LARGE}
     for cut in (piece_layout(Layout.parse("bf16")), CUT):
         kind, name, forms = formulas.fitted(("llama", cut))
         found.setdefault(kind, {})[name] = forms

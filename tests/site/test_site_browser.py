@@ -40,7 +40,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llama", piece_layout(Layout.parse("bf16")))
     )
     costs = out / "costs.json"
-    costs.write_text(json.dumps({"chunk": loss.LARGE, kind: {name: forms}}))
+    costs.write_text(
+        json.dumps(
+            {
+                "chunk": loss.LARGE_CHUNK,
+                "tile": loss.LARGE,
+                kind: {name: forms},
+            }
+        )
+    )
     build.documents(out)
     build.verification_wall(out)
     build.playground(out, costs)

@@ -64,6 +64,7 @@ OTHER: dict[str, object] = {
     "batch": 16, "sequence": 24, "optimizer.betas": (0.5, 0.6), "packing": "bfd",
     "optimizer.schedule": "linear", "optimizer.name": "muon", "optimizer.min_lr": 1e-5,
     "optimizer.momentum": 0.5, "loss": "dpo", "optimizer.adjust_lr": "original",
+    "dropout": 0.5,
 }  # fmt: skip
 
 

@@ -396,7 +396,7 @@ def test_the_command_shows_verifies_exports_and_imports(
     assert "has 900 bytes" in capsys.readouterr().out
     assert command(["export", run, "--to", str(tmp_path / "none")]) == 1
     assert not (tmp_path / "none").exists()
-    with pytest.raises(UsageError, match="holds no checkpoint"):
+    with pytest.raises(UsageError, match=f"Write hf:{folder}"):
         command(["show", folder])
     with pytest.raises(UsageError, match="required: --out"):
         command(["import", folder])

@@ -146,7 +146,7 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> (
         source="c", norms="post", rope_local_theta=2.0, rope_scaling="yarn", rope_attention=2.0,
         windows=(4,), softcap=1.0, logit_softcap=1.0, query_scalar=3.0, embed_scale=2.0,
         activation="silu", qk_norm_wide=True, z_loss=0.1, rope_pairs="neighbours",
-        sinks=True, rope_truncated=False,
+        sinks=True, rope_truncated=False, dropout=0.5,
     )  # fmt: skip
     experts = replace(
         plain, experts=8, top_k=2, expert_ffn=3, shared_experts=1, dense_layers=1, scores="sigmoid",
@@ -168,6 +168,7 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> (
         "name",
         "source",
         "batch",
+        "dropout",
     }
     # A longer sequence is another model only where positions are weights.
     assert differing_sizes(plain, replace(plain, sequence=9)) == []

@@ -543,6 +543,46 @@ def _whole(
     phalanx.prepare(model, optimizer, layout, world=world)
 
 
+# ---- the decoder's head
+
+
+def _own_losses(logits: Tensor, batch: Any) -> Tensor:
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), batch["targets"].flatten(), reduction="none"
+    )
+    return losses.square().sum()
+
+
+def _squared_by_hand(decoder: Decoder, batch: Any) -> Tensor:
+    inputs, targets = batch
+    positions = torch.arange(inputs.shape[1]).expand_as(inputs)
+    x = decoder.embed(inputs, positions)
+    shared = {
+        name: make({"positions": positions}, x.dtype)
+        for name, make in decoder.derived.items()
+    }
+    for block in decoder.layers:
+        x = block(x, positions=positions, **shared)
+    logits = decoder.head.logits(x)
+    return _own_losses(logits, {"targets": targets}) / targets.numel()
+
+
+def test_a_loss_of_ones_own_gets_the_logits_of_a_decoder_whole() -> None:
+    """The decoder's own loss makes them by chunks, in the backward."""
+    ids = torch.arange(2 * 7).view(2, 7) % 19
+    batch = ids[:, :-1], ids[:, 1:]
+    decoder = _decoder()
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.01)
+    run = phalanx.prepare(
+        decoder, optimizer, "", loss=_own_losses, world=AloneWorld("cpu")
+    )
+    (given,) = run.shard([batch])
+    loss = run.step(given).loss
+    with torch.no_grad():
+        by_hand = float(_squared_by_hand(_decoder(), batch))
+    assert loss == pytest.approx(by_hand, rel=1e-5)
+
+
 # ---- text
 
 

@@ -1,6 +1,7 @@
 """Layouts of `exact` have the bits of one process, and a difference of a bit is named."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,13 @@ def test_layouts_have_the_bits_of_one_process(model: str) -> None:
 
 def test_bfloat16_with_float32_weights_has_them_too() -> None:
     assert not differences("gpt", "dp2 pp2 1f1b:2 zero1 exact", BF16)
+
+
+def test_a_stage_without_trained_weights_has_them_too() -> None:
+    frozen = replace(SHAPES["gqa"], freeze=("embed", "layers.0"))
+    layouts = Layout.parse_many("pp2 1f1b:2 exact")
+    verdicts = verify_exact(frozen, layouts, precisions=[FP32])
+    assert [v.first_difference for v in verdicts if not v.passed] == []
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import gained
 import pytest
@@ -14,6 +15,7 @@ from phalanx.cli.main import main
 from phalanx.comm import RankFailed, World, launch
 from phalanx.layout import Layout, Run
 from phalanx.verify.first import FirstStepDiffers, trial_layout
+from phalanx.verify.first_known import trial_key
 
 FILE = Path(gained.__file__)
 DIFFERS = (
@@ -170,9 +172,45 @@ def test_rows_that_influence_each_other_are_noticed(layout: str) -> None:
         ("dp2 tp2 bf16", "dp2 tp2 fp64"),
         ("dp64 pp4 tp8 zero1 1f1b:32", "dp2 pp2 tp2 zero1 1f1b:4 fp64"),
         ("tp8 seq compile", "tp8 seq fp64"),
+        ("dp2 exact", "dp2 fp64"),
     ],
 )
 def test_the_layout_of_the_trial_has_few_ranks_and_the_same_kinds_of_split(
     layout: str, tried: str
 ) -> None:
     assert trial_layout(Layout.parse(layout)) == Layout.parse(tried)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((4, 8), (9, 8)),
+        (torch.relu, torch.tanh),
+        (SimpleNamespace(eps=1.0), SimpleNamespace(eps=2.0)),
+        ({"window": 4}, {"window": 9}),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=["tuple", "function", "configuration", "dict", "dtype"],
+)
+def test_an_attribute_that_a_forward_may_read_belongs_to_the_key(
+    one: object, other: object
+) -> None:
+    def key(value: object) -> str:
+        model = gained.describe(gained.Right())
+        model.pieces[1][1].setting = value
+        return trial_key(model, Layout.parse("dp2"))
+
+    assert key(one) == key(one) != key(other)
+    assert key(one)
+
+
+def test_a_file_of_the_model_s_own_code_belongs_to_the_key(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "net.py"
+    keys = set()
+    for text in ("x = 1", "x = 2"):
+        file.write_text(text)
+        model = gained.describe(gained.Right())
+        keys.add(trial_key(model, Layout.parse("dp2"), (file,)))
+    assert len(keys) == 2

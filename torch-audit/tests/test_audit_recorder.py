@@ -1,5 +1,6 @@
 """The recorder finds names, samples and steps in programs that know nothing of it, and changes nothing."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -353,12 +354,22 @@ def test_a_difference_in_float64_is_repeated_in_the_own_dtype(
     one, only, always = (
         str(tmp_path / name) for name in ("one", "float64", "always")
     )
-    assert main(["compare", one, only, "--no-repeat"]) == 1
+    # Commands in records run only where asked for.
+    assert main(["compare", one, only]) == 1
     assert "-own" not in str(sorted(tmp_path.iterdir()))
     capsys.readouterr()
-    assert main(["compare", one, only]) == 0
+    assert main(["compare", one, only, "--repeat"]) == 0
     assert "Repeated in float32: equal" in capsys.readouterr().out
-    assert main(["compare", one, always]) == 1
+    # What was recorded in the own dtype before is not taken for a program that
+    # has changed since, nor is what was not finished.
+    again = tmp_path / "float64"
+    shutil.rmtree(again)
+    program = ["--", sys.executable, str(script), "always"]
+    words = ["run", "--out", str(again), "--one", "--float64", *program]
+    assert main(words) == 0
+    assert main(["compare", one, only, "--repeat"]) == 1
+    capsys.readouterr()
+    assert main(["compare", one, always, "--repeat"]) == 1
     told = capsys.readouterr().out
     assert "Repeated in float32:" in told
     assert told.count("= 2.0000 x reference") == 4

@@ -23,7 +23,7 @@ from ..layout.exact import EXACT, exact_batch
 from ..layout.numbers import seconds_text
 from ..layout.run import Run
 from ..layout.shape import HUB
-from ..layout.source import names_source
+from ..layout.source import names_source, split_name
 from ..program import refuse_own
 from . import UsageError
 from .request import misfit, model_of
@@ -388,7 +388,10 @@ def subject_of(run: Run) -> Subject:
     from ..train.program import maker_of, shape_of
     from ..verify.first import Subject, batches_of_shape
 
-    return Subject(maker_of(run), batches_of_shape(shape_of(run)))
+    # The class's own forward may stand in another file than its pieces.
+    path, _ = split_name(run.own) if run.own else ("", "")
+    code = (Path(path),) if path else ()
+    return Subject(maker_of(run), batches_of_shape(shape_of(run)), code)
 
 
 def _refuse_large(run: Run, trial: RunTrial) -> None:

@@ -68,14 +68,17 @@ def _compare(argv: list[str]) -> int:
     )
     what = "perturbed runs of the reference, which give the tolerances"
     parser.add("--perturbed", nargs="+", default=[], metavar="DIR", help=what)
-    what = "do not record a difference in float64 again in the run's own dtype"
-    parser.add("--no-repeat", action="store_true", help=what)
+    what = (
+        "record a difference in float64 again in the run's own dtype, by the"
+        " commands that the records name"
+    )
+    parser.add("--repeat", action="store_true", help=what)
     args = parser.read(argv)
     compared = compare_folders(
         Path(args.reference),
         [Path(x) for x in args.runs],
         [Path(x) for x in args.perturbed],
-        repeated=not args.no_repeat,
+        repeated=args.repeat,
     )
     result(args, compared.figures, compared.text)
     return compared.code

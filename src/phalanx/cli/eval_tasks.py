@@ -175,7 +175,8 @@ def model_class(base: Any) -> Any:
             from ..generate import Sampling
             from ..train.text import continued
 
-            most = int(how.get("max_gen_toks", 256))
+            # At least one token of the prompt is kept.
+            most = min(int(how.get("max_gen_toks", 256)), self.longest - 1)
             drawn = bool(how.get("do_sample", False))
             temperature = float(how.get("temperature", 1.0)) if drawn else 0.0
             # The end of the prompt is kept, with room for the answer.

@@ -26,7 +26,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # nor a number
             raise GenerateError(
                 f"temperature is {self.temperature}; it must be 0 or more."
             )
@@ -45,6 +45,8 @@ class Sampling:
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """Return the next token of each row, from logits (rows, vocabulary)."""
         # Dividing by a temperature of 0 would give infinities.
+        if not logits.isfinite().any(-1).all():
+            raise GenerateError("the model's logits are not numbers.")
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = self.kept(logits.float() / self.temperature).softmax(

@@ -81,7 +81,7 @@ def name_of_class(kind: type, error: Refusal) -> str:
     """FILE.py:Class of a class that stands in a file."""
     try:
         file = inspect.getsourcefile(kind)
-    except TypeError:  # of a notebook, or built in
+    except (TypeError, OSError):  # of a notebook, or built in
         file = None
     if file is None or not Path(file).is_file() or "." in kind.__qualname__:
         raise error(

@@ -314,12 +314,12 @@ def _logit_chunks(x: Tensor, of: ChunkedLogits) -> Iterator[_Chunk]:
     for start in range(0, tokens, count):
         rows = slice(start, min(start + count, tokens))
         part = x[rows]
-        tokens = part.shape[0]
-        logits = torch.mm(part, weight.mT, out=room[:tokens])
+        size = part.shape[0]
+        logits = torch.mm(part, weight.mT, out=room[:size])
         turned = None
         if spare is not None:
             turned = logits.div_(of.cap).tanh_()
-            logits = torch.mul(turned, of.cap, out=spare[:tokens])
+            logits = torch.mul(turned, of.cap, out=spare[:size])
         yield _Chunk(rows, part, logits, turned)
 
 

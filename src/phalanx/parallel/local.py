@@ -25,7 +25,7 @@ from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
 from .model import Derive, Model, start
 from .narrow import NarrowUnit, narrow_names
-from .pieces import Bundle, Piece
+from .pieces import Bundle, Piece, chunked_child
 from .pool import BufferPool
 from .preference import preference_loss
 from .tensor import Weight, cut_of, cut_weights, install_regions
@@ -371,7 +371,7 @@ def _piece(
     # A head whose loss makes the logits has nothing but a norm to compile.
     apart = (
         isinstance(module, ExpertsPart)
-        or hasattr(module, "by_chunks")
+        or chunked_child(module)
         or getattr(module, "uncompiled", False)
     )
     if layout.compile and device.type != "meta" and not apart:

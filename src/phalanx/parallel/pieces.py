@@ -31,16 +31,18 @@ from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 
 from ..comm import Work
 from ..models import ExpertProducts, LoraLinear
+from ..models.decoder import Head
 from ..models.experts import TERMS, loss_router
-from ..models.loss import ChunkedLogits
+from ..models.loss import ChunkedLogits, CrossEntropy
 from .compile import CompiledModule, Factors
 from .data import Unit
 from .low_precision import EightBits, of_expert
 from .model import EVERY
 from .pool import storage_of
+from .preference import PreferenceHead, PreferenceLoss
 from .products import MatmulSpec, into_input, multiply
 from .recompute import Selected, giving, keeping
-from .tensor import RowLinear
+from .tensor import RowLinear, VocabularyCrossEntropy
 from .works import ChainedWork
 
 Bundle = dict[str, Tensor]
@@ -259,6 +261,17 @@ class _Product(_Function):
         return into, bias, None, None
 
 
+def chunked_child(module: nn.Module) -> str:
+    """The name of the projection whose product a head leaves to its loss, or ""."""
+    # Such a loss has its value after the backward only. A subclass may go on computing
+    # with it, and a user's loss needs the logits, so both get whole ones.
+    heads = (Head, PreferenceHead)
+    losses = (CrossEntropy, VocabularyCrossEntropy, PreferenceLoss)
+    if type(module) not in heads or type(module.loss) not in losses:
+        return ""
+    return str(module.by_chunks)
+
+
 def _by_chunks(
     weight: nn.Parameter, unit: Unit, name: str, x: Tensor, bias: None
 ) -> ChunkedLogits:
@@ -383,7 +396,7 @@ class Piece:
 
     def _chunked_output(self) -> nn.Module | None:
         """The output projection of a head whose loss makes the logits by chunks."""
-        name = getattr(self.module, "by_chunks", "")
+        name = chunked_child(self.module)
         if not name or self.first or self.compiled:
             return None
         output = self.module.get_submodule(name)

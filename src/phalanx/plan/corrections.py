@@ -248,7 +248,8 @@ def makes_loss(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
     cost = work.cost
     # The logits on this rank, of which tp divides the vocabulary.
     logits = of.tokens * of.shape.vocab / of.cut.tp
-    if not cost.forward.products:
+    # A head without a vocabulary, as of the deep MLP, has no product at all.
+    if cost.input_gradient.products and not cost.forward.products:
         cost = _with_whole_logits(cost, software, of.shape, logits)
     theirs, ours = LOSSES[software.profile.loss], LOSSES["over"]
     kept, temporary, forward, backward = (

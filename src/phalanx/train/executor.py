@@ -917,7 +917,8 @@ def _result_fields(read: Mapping[str, float]) -> dict[str, Any]:
 
 def _refuse_other_sums(local: LocalModel, program: Program) -> None:
     """Raise if a program adds gradients in the tree and the units do not, or reverse."""
-    exact = any(isinstance(unit, ExactUnit) for unit in local.units.values())
+    # Not by the rank's units: all of them may be frozen.
+    exact = bool(local.exact_data)
     trains = any(
         op.kind in ops.FIRST_SUMS for row in program.rows for op in row
     )

@@ -18,13 +18,11 @@ from ..parallel.local import LocalModel
 
 _SHORT = 1024  # elements of a run whose norm is computed in float32
 _EXPONENTS = 256  # of float32
-# Bits; a number is mantissa * 2 ** (exponent - 150).
-_MANTISSA, _BIAS = (
-    23,
-    150,
-)
-# A square of a mantissa has 48 bits. Its thirds are added in float64, which has 53: so
-# many numbers may have one exponent.
+# A float32 is mantissa * 2 ** (exponent - 150), with 23 stored bits of mantissa.
+_MANTISSA = 23
+_BIAS = 150
+# A square of a mantissa has 48 bits. Each 16-bit third is summed in float64 (53 bits), so
+# up to 2^37 numbers of one exponent add without rounding.
 _LIMB, _LIMBS = 16, 3
 _CHUNK = 1 << 20  # elements whose squares are computed at once
 
@@ -157,9 +155,9 @@ def squares_by_exponent(x: Tensor) -> Tensor:
     rows = []
     for limb in range(_LIMBS):
         part = (square >> (_LIMB * limb)) & ((1 << _LIMB) - 1)
-        rows.append(
-            torch.bincount(exponent, part.double(), minlength=_EXPONENTS)
-        )
+        # Not `bincount`, which torch's deterministic mode refuses on a GPU.
+        row = x.new_zeros(_EXPONENTS, dtype=torch.float64)
+        rows.append(row.index_add_(0, exponent.long(), part.double()))
     return torch.stack(rows)
 
 

@@ -98,7 +98,10 @@ def batches_of_shape(shape: Shape) -> Callable[[int], Batch]:
 
 def is_verified(subject: Subject, layout: Layout) -> bool:
     """True if there is nothing to try, or an earlier trial has passed. Nothing runs."""
-    return _trial(subject, layout) is None
+    try:
+        return _trial(subject, layout) is None
+    except _Untried:
+        return False
 
 
 def refuse_unverified(subject: Subject, layout: Layout) -> str:
@@ -107,10 +110,10 @@ def refuse_unverified(subject: Subject, layout: Layout) -> str:
     Return "" if it agrees or is built in, and otherwise the reason why it cannot be
     tried.
     """
-    trial = _trial(subject, layout)
-    if trial is None:
-        return ""
     try:
+        trial = _trial(subject, layout)
+        if trial is None:
+            return ""
         # On the CPU, whatever default device the user's script has set.
         with torch.device("cpu"):
             different = _first_difference(
@@ -163,6 +166,8 @@ def trial_layout(layout: Layout) -> Layout:
         precision=FP64,
         matmul="",
         compile="",
+        # The trial is in float64, which `exact` does not cover.
+        exact=False,
         recompute=recompute,
         stages=(),
     )
@@ -184,7 +189,10 @@ def cut_down(model: Model, stages: int) -> Model:
     chosen += spare[: max(1, missing)]
     pieces = tuple(model.pieces[number] for number in sorted(chosen))
     # The caller's model, which will train, keeps its own pieces.
-    pieces = copy.deepcopy(pieces)
+    try:
+        pieces = copy.deepcopy(pieces)
+    except Exception as error:  # a user's module may refuse it in any way
+        raise _Untried(f"its modules cannot be copied: {error}") from error
     for _, piece in pieces:
         _buffers_to_cpu(piece)
     shape = model.shape
@@ -253,7 +261,11 @@ def _first_difference(
     with late_worlds(layout.ranks, _SECONDS) as ranks:
         try:
             seen = ranks(train_layout, layout, program, make, setting)
-        except Exception as error:  # any error of the ranks is a difference
+        except MemoryError as error:
+            raise _Untried("its copies do not fit into memory") from error
+        except (
+            Exception
+        ) as error:  # any other error of the ranks is a difference
             return " ".join(str(error).split()).rstrip(".")
     found = join(seen, setting.steps)
     # On a higher floor than for built-in models: a user's modules may compute

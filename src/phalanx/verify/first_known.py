@@ -1,4 +1,4 @@
-"""The record of trials that passed: an empty file for each, named by a hash.
+"""The record of trials that passed: a file for each, named by a hash.
 
 The files are below `$XDG_CACHE_HOME/phalanx/verified`. The hash covers the source of
 the user's modules and what they import, the weights and their rules, the layout, and
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ..layout import Layout
 from ..layout.source import imported_sources
@@ -68,7 +69,7 @@ def trial_key(
 def is_known(key: str) -> bool:
     # Without a key, as of a class whose source is not known, the model is
     # tried each time.
-    return bool(key) and (_folder() / key).is_file()
+    return bool(key) and os.path.isfile(_folder() / key)
 
 
 def remember(key: str, layout: str) -> None:
@@ -77,7 +78,7 @@ def remember(key: str, layout: str) -> None:
         return
     # an unwritable place only means another trial
     with suppress(OSError):
-        _folder().mkdir(parents=True, exist_ok=True)
+        _folder().mkdir(0o700, parents=True, exist_ok=True)
         (_folder() / key).write_text(f"{layout}\n")
 
 
@@ -93,12 +94,33 @@ def _modules(model: Model) -> Iterator[str]:
             # Attributes such as `n_heads` or `eps`, on which a forward may
             # depend.
             plain = sorted(
-                f"{key}={value!r}"
+                f"{key}={text}"
                 for key, value in vars(module).items()
-                if isinstance(value, _PLAIN)
+                if not key.startswith("_") and (text := _described(value))
             )
             kind = type(module).__qualname__
             yield f"{name}.{path} {kind} {' '.join(plain)}"
+
+
+def _described(value: object) -> str:
+    """An attribute in words that are the same in each process; "" for others."""
+    if isinstance(value, (*_PLAIN, torch.dtype)):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_described, value))}]"
+    if isinstance(value, dict):
+        pairs = value.items()
+        return (
+            f"{{{', '.join(f'{key}: {_described(x)}' for key, x in pairs)}}}"
+        )
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, nn.Module | torch.Tensor):
+        return ""  # stand on their own in the key
+    if hasattr(value, "__dict__"):
+        # A configuration: a dataclass, a namespace or a class like transformers'.
+        return f"{type(value).__qualname__} {_described(vars(value))}"
+    return ""
 
 
 def _is_known_code(module: str) -> bool:
@@ -106,15 +128,20 @@ def _is_known_code(module: str) -> bool:
 
 
 def _sources(code: Iterable[object]) -> dict[str, str] | None:
-    """Return hashes of the files of classes and functions, and of what they import.
+    """Return hashes of files, of those of classes and functions, and of what these import.
 
     None if the source of one of them is not known, as in an interactive session.
     """
     found: dict[str, str] = {}
     for each in code:
         try:
-            file = inspect.getsourcefile(each)  # type: ignore[arg-type]
-        except TypeError:
+            file = (
+                str(each)
+                if isinstance(each, Path)
+                else inspect.getsourcefile(each)  # type: ignore[arg-type]
+            )
+        # A class of a notebook, or one that is built in.
+        except (TypeError, OSError):
             file = None
         if file is None or not Path(file).is_file():
             return None

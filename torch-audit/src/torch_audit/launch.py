@@ -51,11 +51,16 @@ class Program:
         path = folder / _PROGRAM
         if not path.exists():
             return None
-        kept = json.loads(path.read_text())
-        # The folder may have been moved since.
-        kept["settings"]["out"] = folder.resolve()
-        kept["settings"] = Settings(**kept["settings"])
-        return cls(**kept)
+        try:
+            kept = json.loads(path.read_text())
+            # The folder may have been moved since.
+            kept["settings"]["out"] = folder.resolve()
+            kept["settings"] = Settings(**kept["settings"])
+            return cls(**kept)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordError(
+                f"{path} is not a program's command: {error}"
+            ) from None
 
 
 def record(

@@ -5,6 +5,9 @@ programs are recorded once more without `--float64`, with perturbed runs of the 
 tolerances.
 """
 
+import hashlib
+import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +15,12 @@ from pathlib import Path
 from .compare import Verdict
 from .launch import LaunchError, Program, record
 from .own import Repeated, judged
-from .records import SUFFIX
 from .runs import Run, load
 
 # Runs, from which tolerances are measured.
 _PERTURBED = 3
+# Written last into a folder made here: the digest of the record that it repeats.
+_COMPLETE = "complete"
 
 
 def can_repeat(folders: list[Path]) -> bool:
@@ -48,9 +52,14 @@ def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
     # runs.
     name = f"{folder.resolve().name}-own" + (f"-{seed}" if seed else "")
     out = folder.resolve().with_name(name)
-    # Another comparison with the same reference uses the record again.
-    if not list(out.glob(f"*{SUFFIX}")):
+    # Another comparison with the same reference uses the record again, if it is
+    # whole and belongs to this record in float64.
+    complete = out / _COMPLETE
+    of_record = _digest(folder)
+    if not complete.exists() or complete.read_text() != of_record:
+        shutil.rmtree(out, ignore_errors=True)
         say(f"audit: recording {folder} in its own dtype, into {out}")
+        say(f"audit: running {shlex.join(program.command)}")
         settings = replace(
             program.settings, out=out, float64=False, perturbed=seed
         )
@@ -65,4 +74,14 @@ def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
         )
         if ended:
             raise LaunchError(f"the program of {folder} ended with {ended}")
+        complete.write_text(of_record)
     return load(out)
+
+
+def _digest(folder: Path) -> str:
+    """A digest of a record's files, which change if the program is recorded again."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -56,7 +56,8 @@ def verdict_text(
         if told and not repeated:
             lines.append(
                 "  These runs compute in float64. Repeat them in the dtype that you train in before you"
-                " report this: libraries take other code paths in float64."
+                " report this: libraries take other code paths in float64. --repeat does it for runs"
+                " that were recorded with --float64."
             )
     lines += [f"  note: {note}" for note in verdict.notes]
     if not verdict.measured and verdict.precision not in ("float64", MIXED):
