@@ -30,6 +30,7 @@ from phalanx.train.log import JournalError
 from phalanx.train.rank import Rank
 from phalanx.train.step import TrainError
 from phalanx.train.stop import FolderReplaced
+from phalanx.verify.first import FirstStepDiffers
 
 WORDS = [
     "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}",
@@ -52,6 +53,7 @@ def families() -> Iterator[type[ValueError]]:
 
 # the run had begun, or was refuted before it could
 BEGUN = {
+    FirstStepDiffers,
     TrainError,
     CopiesDiffer,
     JournalError,

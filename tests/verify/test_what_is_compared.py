@@ -26,6 +26,7 @@ from phalanx.layout import Layout, Shape
 from phalanx.layout.host import available_memory
 from phalanx.models import Dropout
 from phalanx.parallel import Model, Precision, build_model, local, model
+from phalanx.parallel.tensor import _Installer
 from phalanx.program import Op
 from phalanx.train.executor import Executor, Validator
 from phalanx.train.optimizer import AdamW, Sgd
@@ -94,23 +95,27 @@ def test_dropout_changes_what_is_computed() -> None:
     assert not set(one.flatten().tolist()) & set(other.flatten().tolist())
 
 
-def without_shares(
-    self: Dropout, x: Tensor, noise: Tensor | None, index: Tensor | None = None
-) -> Tensor:
+def without_shares(self: _Installer) -> None:
     """Every rank of seq drops as the first one does."""
-    if noise is None:
-        return x
-    rows, time = x.shape[:2]
-    noise = torch.arange(time).expand(rows, -1) + (noise[:, :1] >> 32 << 32)
-    return right_dropout(self, x, noise, index)
+    size = self.groups.tp.size
+    for name, module in self.piece.named_modules():
+        if isinstance(module, Dropout) and "." not in name:
+            module.register_forward_pre_hook(
+                lambda m, args: (
+                    args[0],
+                    None if args[1] is None else args[1].chunk(size, 1)[0],
+                    *args[2:],
+                )
+            )
 
 
 right_dropout = Dropout.forward
 
 
 def test_ranks_of_seq_that_drop_alike_are_caught_and_named() -> None:
-    with swapped(Dropout, "forward", without_shares):
-        assert "the output of layers.0[" in first("tp2 seq", dropout=0.2)
+    assert first("tp2 seq", dropout=0.2) == ""
+    with swapped(_Installer, "_cut_time", without_shares):
+        assert "the output of embed[" in first("tp2 seq", dropout=0.2)
 
 
 def test_heads_of_tp_ranks_that_drop_alike_are_caught_and_named() -> None:
