@@ -84,7 +84,7 @@ _enter(
     "the loss of a token is in 16 bits",
     "gqa", "dp2 zero1", (loss, "_wide"),
     "torch.promote_types(x.dtype, torch.float32)", "x.dtype",
-    "models/loss.py: _whole_sums computes",
+    "parallel/pieces.py: Piece.seed computes _to_copy",
 )  # fmt: skip
 _enter(
     "a ring merges partial results in 16 bits",

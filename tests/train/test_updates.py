@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.data import Segment
-from phalanx.train.executor import _norms, sum_of_squares
 from phalanx.train.optimizer import AdamW, Scale, Sgd, Update
 from phalanx.train.precision import LossScale
+from phalanx.train.totals import norms_of, sum_of_squares
 
 SIZE = 24  # of which the first 16 decay
 
@@ -185,7 +185,7 @@ def unit_of(*tensors: Tensor, reduce: torch.dtype = torch.float32) -> Any:
 def squares(*tensors: Tensor, reduce: torch.dtype = torch.float32) -> float:
     return float(
         sum_of_squares(
-            [_norms(unit_of(*tensors, reduce=reduce))], torch.device("cpu")
+            [norms_of(unit_of(*tensors, reduce=reduce))], torch.device("cpu")
         )
     )
 

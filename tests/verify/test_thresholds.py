@@ -15,7 +15,7 @@ from phalanx.layout.cases import LARGER
 from phalanx.layout.choices import MATMULS
 from phalanx.models import kernels, loss
 from phalanx.parallel import model
-from phalanx.train import executor
+from phalanx.train import totals
 from phalanx.verify import verify
 from seeded import swapped
 
@@ -46,7 +46,7 @@ THRESHOLDS = (
         "parallel/model.py", "COLUMNS", 256, "tiles", "hidden", (255, 256, 257), "dp2 zero3; tp2"
     ),
     Threshold("parallel/model.py", "NUMBERS", 1 << 16, "tiles", "ffn", (255, 256, 257), "dp2 zero1"),
-    Threshold("train/executor.py", "_SHORT", 1024, "runs", "vocab", (63, 64, 65), "dp2; dp2 zero1"),
+    Threshold("train/totals.py", "_SHORT", 1024, "runs", "vocab", (63, 64, 65), "dp2; dp2 zero1"),
     Threshold(
         "layout/choices.py", "fp8:tile", 128, "squares", "hidden", (127, 128, 129),
         "dp2 zero3 fp8:tile",
@@ -57,6 +57,15 @@ THRESHOLDS = (
 # Other constants of the code that a step runs, with the reason why no size of a model crosses them here.
 ELSEWHERE = {
     "models/loss.py LARGE": "on a GPU",
+    "models/loss.py CHUNK": "chunks of logits: tests/models/test_loss.py",
+    "models/loss.py LARGE_CHUNK": "on a GPU",
+    "train/totals.py _MANTISSA": "bits of float32",
+    "train/totals.py _BIAS": "bits of float32",
+    "train/totals.py _EXPONENTS": "bits of float32",
+    "train/totals.py _LIMB": "bits of a square",
+    "train/totals.py _CHUNK": "sums without rounding, in any parts: tests/verify/test_exact.py",
+    "models/noise.py EMBEDDING": "a number beyond those of blocks",
+    "parallel/exact.py ALIGNED": "elements between weights: tests/verify/test_exact.py",
     "models/noise.py _WORD": "a mask of 32 bits",
     "parallel/compile.py _ENTRIES": "compiled graphs: tests/parallel/test_compile.py",
     "parallel/described.py _LONGEST": "a trial before the first step",
@@ -130,7 +139,7 @@ def test_the_values_in_the_table_are_those_of_the_code() -> None:
         ("models/loss.py", "NUMBERS"): loss.NUMBERS,
         ("parallel/model.py", "COLUMNS"): model.COLUMNS,
         ("parallel/model.py", "NUMBERS"): model.NUMBERS,
-        ("train/executor.py", "_SHORT"): executor._SHORT,
+        ("train/totals.py", "_SHORT"): totals._SHORT,
         ("layout/choices.py", "fp8:tile"): MATMULS["fp8:tile"].run,
         ("layout/choices.py", "mxfp8"): MATMULS["mxfp8"].run,
     }
@@ -146,7 +155,7 @@ FOLDERS = (
     "torch-shm/src/torch_shm",
 )
 # of `train`: what a step runs
-FILES = ("executor", "optimizer", "muon", "precision", "copies")
+FILES = ("executor", "totals", "optimizer", "muon", "precision", "copies")
 
 
 def large_constants(path: Path) -> Iterator[str]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,26 +129,41 @@ def constructing() -> Iterator[None]:
         yield
 
 
+class _OnMeta(threading.local):
+    """A flag of each thread: modules that it makes have parameters on the meta device."""
+
+    active = False
+
+
+_ON_META = _OnMeta()
+
+
+def _to_meta(module: nn.Module, name: str, parameter: Any) -> Any:
+    # The hook is torch's for all threads; other threads' modules are none of ours.
+    if parameter is None or parameter.is_meta or not _ON_META.active:
+        return None
+    like = torch.empty_like(parameter, device="meta")
+    return nn.Parameter(like, requires_grad=parameter.requires_grad)
+
+
+@cache
+def _install_hook() -> None:
+    # Never removed: torch walks its hooks without a lock, so another thread that makes
+    # a module meanwhile would fail.
+    register_module_parameter_registration_hook(_to_meta)
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Modules that this thread makes have their parameters on the meta device, and real buffers: a mask or a
     table of angles has values that only the constructor knows."""
-    thread = threading.get_ident()
-
-    def moved(module: nn.Module, name: str, parameter: Any) -> Any:
-        # The hook is torch's for all threads; other threads' modules are none of ours.
-        mine = threading.get_ident() == thread
-        if parameter is None or parameter.is_meta or not mine:
-            return None
-        like = torch.empty_like(parameter, device="meta")
-        return nn.Parameter(like, requires_grad=parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(moved)
-    try:
-        with constructing():
+    with constructing():
+        _install_hook()
+        before, _ON_META.active = _ON_META.active, True
+        try:
             yield
-    finally:
-        hook.remove()
+        finally:
+            _ON_META.active = before
 
 
 @dataclass(eq=False)
