@@ -10,6 +10,7 @@ optimizer]`, waited for.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -267,7 +268,10 @@ def main() -> None:
                 )
             except RuntimeError as error:
                 results.append(str(error))
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
+    # Ranks that failed may leave threads of autograd, which torch cannot always end: the
+    # results are complete, so the process ends without its own shutdown.
+    os._exit(0)
 
 
 if __name__ == "__main__":
