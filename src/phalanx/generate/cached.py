@@ -1,6 +1,7 @@
 """The built-in decoder with a cache of keys and values."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,25 @@ class CachedCore(nn.Module):
         return seen
 
 
-class DecoderReader:
+class CachingReader:
+    """A reader whose cores keep the keys and values of the tokens read so far."""
+
+    cores: Sequence[CachedCore]
+    read = 0  # tokens read, equal for all rows
+
+    def reset(self) -> None:
+        self.read = 0
+        for core in self.cores:
+            core.reset()
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Count these tokens (B, T) as read, and return their positions."""
+        time = torch.arange(self.read, self.read + tokens.shape[1])
+        self.read += tokens.shape[1]
+        return time.expand_as(tokens)
+
+
+class DecoderReader(CachingReader):
     """The built-in decoder, which caches the keys and values of the tokens read so
     far."""
 
@@ -88,18 +107,9 @@ class DecoderReader:
         assert isinstance(head, Head)
         self.embed, self.head = model.pieces[0][1], head
         self.cores = [cached_core(block) for block in self.blocks]
-        # The position of the next token.
-        self.read = 0  # tokens read, equal for all rows
-
-    def reset(self) -> None:
-        self.read = 0
-        for core in self.cores:
-            core.reset()
 
     def logits(self, tokens: Tensor) -> Tensor:
-        time = torch.arange(self.read, self.read + tokens.shape[1])
-        positions = time.expand_as(tokens)
-        self.read += tokens.shape[1]
+        positions = self.advance(tokens)
         x = self.embed(tokens, positions)
         shared = {
             # Derived values, such as rotary angles, are the same for all

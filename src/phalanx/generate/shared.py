@@ -22,11 +22,11 @@ from ..models.loss import whole_logits
 from ..parallel import Model
 from ..parallel.local import build_local, model_stages
 from ..program import Program
-from .cached import cached_core, is_cacheable
+from .cached import CachingReader, cached_core, is_cacheable
 from .sampling import GenerateError
 
 
-class SharedReader:
+class SharedReader(CachingReader):
     """One rank's part of a decoder that reads tokens together with the other ranks.
 
     `weights` are read by name, one at a time: this rank keeps its parts alone.
@@ -58,17 +58,9 @@ class SharedReader:
             for number, piece in self.local.pieces.items()
             if 0 < number < self.last
         ]
-        self.read = 0  # tokens read, equal for all rows
-
-    def reset(self) -> None:
-        self.read = 0
-        for core in self.cores:
-            core.reset()
 
     def logits(self, tokens: Tensor) -> Tensor:
-        time = torch.arange(self.read, self.read + tokens.shape[1])
-        positions = time.expand_as(tokens)
-        self.read += tokens.shape[1]
+        positions = self.advance(tokens)
         derived = self.local.complete({"positions": positions})
         # On ranks that do not hold the stage, these are filled by the
         # broadcast and the sum.

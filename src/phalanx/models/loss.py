@@ -123,7 +123,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class _TokenSums(NamedTuple):
-    """What a token's loss and its gradient need of the logits: (tokens,) each."""
+    """Sums over a token's logits for its loss and its gradient: (tokens,) each."""
 
     losses: Tensor
     # Log-sum-exp over this rank's words and over all; None if no gradient needs them.
