@@ -180,12 +180,13 @@ def test_a_process_whose_output_nobody_reads_is_known(
     if what in ("output", "thread"):
         process.stdout.read1(1 << 20)  # type: ignore[attr-defined]
         os.set_blocking(process.stdout.fileno(), False)
+        # `read` returns None for an empty pipe, b"" if the writer is gone.
         until(
             lambda: (
-                process.stdout.read() is None
+                not process.stdout.read()  # type: ignore[union-attr]
                 and not unread_output(process.pid)
             )
-        )  # type: ignore[union-attr]
+        )
     process.kill()
     process.communicate()
 

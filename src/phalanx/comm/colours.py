@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from phalanx.comm.base import CommError, named
+
 Ranks = tuple[int, ...]
 _MODULUS = 2**31 - 1
 
@@ -47,7 +49,7 @@ def rounds(groups: Sequence[Ranks], world: int) -> list[list[Ranks]]:
     Every list contains every rank of the world exactly once, because torch names a
     group by the number of groups that its ranks have created. A rank whose group is in
     another round is alone or, if its own colour is taken, together with other idle
-    ranks.
+    ranks. A group that clashes even alone with the idle ranks is refused.
     """
     waiting = list(groups)
     made = []
@@ -64,6 +66,12 @@ def rounds(groups: Sequence[Ranks], world: int) -> list[list[Ranks]]:
         while (
             fillers := _fillers(_idle(chosen.values(), world), set(chosen))
         ) is None:
+            if len(chosen) == 1:
+                [ranks] = chosen.values()
+                raise CommError(
+                    f"NCCL cannot split off a group that {named(ranks)}: its "
+                    "colour, a hash of its ranks, would also be that of others"
+                )
             _, ranks = chosen.popitem()
             later.append(ranks)
         made.append([*chosen.values(), *fillers])
