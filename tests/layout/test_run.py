@@ -277,6 +277,18 @@ def test_an_old_or_foreign_name_is_refused_with_a_pointer_to_ours(
     assert OLD[argument] in mistake.way_out
 
 
+def test_dropout_of_a_run_wins_over_that_of_its_model_also_if_it_is_zero() -> (
+    None
+):
+    model: dict[str, object] = {
+        "layers": 2, "hidden": 16, "heads": 2, "ffn": 32, "vocab": 61,
+        "dropout": 0.1,
+    }  # fmt: skip
+    assert Run(model=model).shape.dropout == 0.1
+    assert Run(model=model, dropout=0.3).shape.dropout == 0.3
+    assert Run(model=model, dropout=0.0).shape.dropout == 0.0
+
+
 def test_precision_and_microbatch_are_other_ways_to_write_the_layout() -> None:
     def of(*arguments: str) -> str:
         run = Run.parse("", "x", ("batch=16", *arguments))

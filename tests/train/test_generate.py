@@ -13,6 +13,7 @@ import transformers
 
 from hub_models import FAMILIES, saved, theirs
 from phalanx.cli import main
+from phalanx.cli.chat import Conversation
 from phalanx.generate import GenerateError, Generator, Sampling
 from phalanx.layout import Shape
 from phalanx.layout.run import Run, RunError
@@ -283,6 +284,8 @@ def test_a_run_on_tokens_of_an_unknown_tokenizer_is_refused(
 class _Interrupted:
     """A generator in whose answer the user presses Ctrl-C."""
 
+    longest = None
+
     def generate(self, *args: object, **more: object) -> Iterator[list[int]]:
         yield [104]
         raise KeyboardInterrupt
@@ -301,6 +304,39 @@ class _Spoken:
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode()
+
+
+class _Counted(_Spoken):
+    """One token for each letter of a conversation."""
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        return [0] * sum(len(message["content"]) for message in messages)
+
+
+def test_a_conversation_longer_than_the_positions_forgets_its_oldest_messages(
+    capsys: Capture,
+) -> None:
+    conversation = Conversation(_Counted(), 20, tokens=8)  # type: ignore[arg-type]
+    conversation.add("system", "s")
+    conversation.add("user", "aaaa")
+    assert conversation.prompt() == ([0] * 5, 8)
+    conversation.add("assistant", "bbbb")
+    conversation.add("user", "ccc")
+    assert conversation.prompt() == ([0] * 12, 8)
+    conversation.add("assistant", "dd")
+    conversation.add("user", "e")
+    assert capsys.readouterr().err == ""
+    # Fifteen tokens leave no place for eight: the first question is gone.
+    assert conversation.prompt() == ([0] * 7, 8)
+    assert [m["content"] for m in conversation.messages] == [
+        "s", "ccc", "dd", "e",
+    ]  # fmt: skip
+    assert "20 positions" in capsys.readouterr().err
+    # A long message has a shorter answer.
+    conversation.add("assistant", "f")
+    conversation.add("user", "g" * 16)
+    assert conversation.prompt() == ([0] * 17, 3)
+    assert [m["role"] for m in conversation.messages] == ["system", "user"]
 
 
 @pytest.mark.parametrize("at_terminal", [True, False])

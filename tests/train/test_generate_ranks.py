@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ import torch
 
 from hub_models import saved, theirs
 from phalanx.cli import main
-from phalanx.comm import World, launch
-from phalanx.generate import Sampling
+from phalanx.comm import RankFailed, World, launch
+from phalanx.generate import Generator, Sampling
+from phalanx.generate.remote import open_over_ranks
 from phalanx.layout import Layout
-from phalanx.train.text import open_shared_generator
+from phalanx.train.text import open_generator, open_shared_generator
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 GREEDY = Sampling(temperature=0)
@@ -76,6 +80,70 @@ def test_the_command_starts_the_ranks_and_prints_one_text(
     shown = capsys.readouterr().out
     assert main([*words[:-1], "--layout", "tp2"]) == 0
     assert capsys.readouterr().out == shown
+
+
+def test_a_request_is_carried_out_although_its_answer_is_not_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-C: the next answer is not that of the last request."""
+    source = f"hf:{saved(theirs('llama'), tmp_path / 'hub')}"
+    alone = open_generator(source)
+    with open_over_ranks(
+        open_shared_generator, 2, source, Layout.parse("pp2")
+    ) as generator:
+        taken = generator.generate(PROMPT, 8, GREEDY)
+        next(taken)
+        with monkeypatch.context() as patch:
+            patch.setattr(Future, "result", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(taken)
+        wanted = list(alone.generate(PROMPT[:3], 8, GREEDY))
+        assert list(generator.generate(PROMPT[:3], 8, GREEDY)) == wanted
+        tokens = [*PROMPT, *PROMPT]
+        torch.testing.assert_close(
+            generator.log_probabilities(tokens, 5),
+            alone.log_probabilities(tokens, 5),
+        )
+
+
+def interrupt(_: Future[Any]) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_rank_that_cannot_open_the_model_says_why(tmp_path: Path) -> None:
+    missing = f"hf:{tmp_path}/missing"
+    layout = Layout.parse("tp2")
+    with (
+        pytest.raises(RankFailed) as raised,
+        open_over_ranks(open_shared_generator, 2, missing, layout),
+    ):
+        pass
+    assert "missing" in raised.value.refusal
+
+
+def test_a_killed_rank_ends_the_answer(tmp_path: Path) -> None:
+    source = f"hf:{saved(theirs('llama'), tmp_path / 'hub')}"
+    with (
+        pytest.raises(RankFailed, match="rank 1"),
+        open_over_ranks(
+            open_and_die, 2, source, Layout.parse("tp2")
+        ) as generator,
+    ):
+        list(generator.generate(PROMPT, 8, GREEDY))
+
+
+def open_and_die(world: World, source: str, layout: Layout) -> Generator:
+    """Open the model, of which rank 1 is killed at its second pass."""
+    generator = open_shared_generator(world, source, layout)
+    reads = generator.reader.logits
+
+    def logits(tokens: torch.Tensor, last: int) -> torch.Tensor:
+        if world.rank == 1 and tokens.shape[1] == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return reads(tokens, last)
+
+    generator.reader.logits = logits  # type: ignore[method-assign]
+    return generator
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,34 @@
   phalanx chat runs/chats
   phalanx chat runs/chats --system "Answer in one sentence." --temperature 0
   phalanx chat hf:Llama-3.2-1B-Instruct
+  phalanx chat runs/large --layout "tp2 pp2"
 
 SOURCE is a run, one of its checkpoints, or hf:FOLDER. Its tokenizer needs a chat template. Each line of
-standard input is a message; Ctrl-C ends an answer, Ctrl-D the conversation.
+standard input is a message; Ctrl-C ends an answer, Ctrl-D the conversation. With --layout the model is
+shared by processes of this machine, over tp and pp. A model with learned positions forgets the oldest
+messages when the conversation has grown longer than these.
 """
 
+from __future__ import annotations
+
+import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from .parser import Parser
-from .sampling import add_sampling, add_source, sampling_of, source_of
+from .sampling import (
+    add_sampling,
+    add_source,
+    generator_of,
+    layout_of,
+    sampling_of,
+    source_of,
+)
 from .usage import UsageError, say
+
+if TYPE_CHECKING:
+    from ..generate import Generator
+    from ..train.data.vocabulary import Tokenizer
 
 _PROMPT = "> "
 
@@ -29,8 +47,9 @@ def run(argv: list[str]) -> int:
     add_sampling(parser, tokens=512)
     args = parser.read(argv)
     source = source_of(args.source)
+    layout = layout_of(args, source)
     from ..train.data.vocabulary import Bytes
-    from ..train.text import continued, open_generator, vocabulary_of
+    from ..train.text import vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
     # Bytes have no template to mark who speaks.
@@ -40,10 +59,18 @@ def run(argv: list[str]) -> int:
             " phalanx sample."
         )
     vocabulary.refuse_chats()
-    generator = open_generator(source, own=args.model)
-    messages = (
-        [{"role": "system", "content": args.system}] if args.system else []
-    )
+    with generator_of(args, source, layout) as generator:
+        _converse(args, generator, vocabulary)
+    return 0
+
+
+def _converse(
+    args: argparse.Namespace, generator: Generator, vocabulary: Tokenizer
+) -> None:
+    """Answer the messages of standard input until it ends."""
+    conversation = Conversation(vocabulary, generator.longest, args.tokens)
+    if args.system:
+        conversation.add("system", args.system)
     # No prompt is shown if the messages come from a file or a pipe.
     asks = sys.stdin.isatty()
     while True:
@@ -53,27 +80,81 @@ def run(argv: list[str]) -> int:
         # An empty text is the end of the input; an empty line has a newline.
         if not line:
             break
-        if not line.strip():
-            continue
-        messages.append({"role": "user", "content": line.strip()})
-        # The whole conversation each time, as a template may write earlier
-        # messages in another way.
-        prompt = vocabulary.chat_prompt(messages)
-        answer = ""
-        sampling = sampling_of(args, len(messages))
-        pieces = continued(
-            generator, vocabulary, prompt, args.tokens, sampling
-        )
-        try:
-            for piece in pieces:
-                say(piece, end="", flush=True)
-                answer += piece
-        except KeyboardInterrupt:
-            if not asks:  # nobody who could go on
-                raise
-        say()
-        messages.append({"role": "assistant", "content": answer})
+        if line.strip():
+            conversation.add("user", line.strip())
+            answer = _answer(args, generator, conversation, asks=asks)
+            conversation.add("assistant", answer)
     # Ends the line on which Ctrl-D was pressed.
     if asks:
         say()
-    return 0
+
+
+def _answer(
+    args: argparse.Namespace,
+    generator: Generator,
+    conversation: Conversation,
+    *,
+    asks: bool,
+) -> str:
+    """Write the answer to the last message piece by piece, and return it."""
+    from ..train.text import continued
+
+    prompt, count = conversation.prompt()
+    sampling = sampling_of(args, len(conversation.messages))
+    answer = ""
+    try:
+        for piece in continued(
+            generator, conversation.vocabulary, prompt, count, sampling
+        ):
+            say(piece, end="", flush=True)
+            answer += piece
+    except KeyboardInterrupt:
+        if not asks:  # nobody who could go on
+            raise
+    say()
+    return answer
+
+
+class Conversation:
+    """The messages so far, without the oldest if they exceed the model's positions."""
+
+    def __init__(
+        self, vocabulary: Tokenizer, longest: int | None, tokens: int
+    ) -> None:
+        self.vocabulary, self.longest = vocabulary, longest
+        self.tokens = tokens  # maximum length of an answer
+        self.messages: list[dict[str, str]] = []
+        self.forgot = False
+
+    def add(self, role: str, content: str) -> None:
+        self.messages.append({"role": role, "content": content})
+
+    def prompt(self) -> tuple[list[int], int]:
+        """The tokens of the conversation, and how many an answer may have."""
+        # The whole conversation each time, as a template may write earlier
+        # messages in another way.
+        prompt = self.vocabulary.chat_prompt(self.messages)
+        if self.longest is None:
+            return prompt, self.tokens
+        # Long answers would leave no place for what was asked.
+        room = min(self.tokens, self.longest // 2)
+        while len(prompt) + room > self.longest and self._forget_oldest():
+            prompt = self.vocabulary.chat_prompt(self.messages)
+        left = self.longest - len(prompt)
+        # A message that is too long by itself is refused by the generator.
+        return prompt, min(self.tokens, max(1, left))
+
+    def _forget_oldest(self) -> bool:
+        """Drop the oldest message and its answer; False if none can be dropped."""
+        first = 1 if self.messages[0]["role"] == "system" else 0
+        # The message that is to be answered stays.
+        if len(self.messages) < first + 3:
+            return False
+        del self.messages[first : first + 2]
+        if not self.forgot:
+            self.forgot = True
+            print(
+                f"(the model has {self.longest} positions: it forgets the oldest messages)",
+                file=sys.stderr,
+            )
+        return True

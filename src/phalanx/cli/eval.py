@@ -23,7 +23,7 @@ from ..layout.choices import PYTHON
 from ..layout.shape import HUB
 from .eval_tasks import task_rows, task_scores
 from .parser import Parser, whole
-from .sampling import add_source, source_of
+from .sampling import add_source, generator_of, layout_of, source_of
 from .usage import UsageError, result
 
 _SEQUENCE = 1024  # window length if the run does not define one
@@ -78,6 +78,10 @@ def run(argv: list[str]) -> int:
         )
     if not args.tasks and (args.limit or args.shots is not None):
         raise UsageError("--limit and --shots need --tasks.")
+    if args.layout and not args.tasks:
+        raise UsageError(
+            "--layout is for --tasks. The loss of text is computed by one process."
+        )
     source = source_of(args.source)
     if args.tasks:
         return _tasks(args, source)
@@ -178,18 +182,20 @@ def _part_of(args: argparse.Namespace, paths: list[str]) -> str:
 
 
 def _tasks(args: argparse.Namespace, source: str) -> int:
-    from ..train.text import open_generator, vocabulary_of
+    layout = layout_of(args, source)
+    from ..train.text import vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    scores = task_scores(
-        open_generator(source, own=args.model),
-        vocabulary,
-        names,
-        limit=args.limit,
-        shots=args.shots,
-        longest=args.sequence,
-    )
+    with generator_of(args, source, layout) as generator:
+        scores = task_scores(
+            generator,
+            vocabulary,
+            names,
+            limit=args.limit,
+            shots=args.shots,
+            longest=args.sequence,
+        )
     rows = task_rows(scores)
     figures = {"source": source, "tasks": scores}
     return result(

@@ -10,11 +10,16 @@ SOURCE is a run, one of its checkpoints, written in any layout, or hf:FOLDER. Th
 memory of this process, in float32. With --layout it is shared by processes of this machine, over tp and pp.
 """
 
-import argparse
-
 from .parser import Parser, whole
-from .sampling import add_sampling, add_source, sampling_of, source_of
-from .usage import UsageError, print_json, say
+from .sampling import (
+    add_sampling,
+    add_source,
+    generator_of,
+    layout_of,
+    sampling_of,
+    source_of,
+)
+from .usage import print_json, say
 
 
 def run(argv: list[str]) -> int:
@@ -32,70 +37,34 @@ def run(argv: list[str]) -> int:
         default=1,
         help="number of texts to write",
     )
-    parser.add(
-        "--layout",
-        default="",
-        metavar="LAYOUT",
-        help="tp and pp of ranks that share the model, as 'tp2 pp2'; run: those of the run",
-    )
     add_sampling(parser, tokens=200)
     args = parser.read(argv)
     source = source_of(args.source)
-    if args.layout:
-        return _over_ranks(args, source)
+    layout = layout_of(args, source)
     # Loaded after the options are checked: torch takes seconds.
-    from ..train.text import continued, open_generator, vocabulary_of
+    from ..train.text import continued, vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
-    generator = open_generator(source, own=args.model)
     prompt = vocabulary.prompt(args.prompt)
     texts: list[str] = []
-    for number in range(args.samples):
-        # The prompt is read again for each text; only the seed differs.
-        sampling = sampling_of(args, number)
-        pieces = continued(
-            generator, vocabulary, prompt, args.tokens, sampling
-        )
-        # JSON is written once, with all texts in it.
-        if args.json:
-            texts.append("".join(pieces))
-            continue
-        if number:
-            say("---")
-        say(args.prompt, end="")
-        # Piece by piece, as the model writes.
-        for piece in pieces:
-            say(piece, end="", flush=True)
-        say()
+    with generator_of(args, source, layout) as generator:
+        for number in range(args.samples):
+            # The prompt is read again for each text; only the seed differs.
+            sampling = sampling_of(args, number)
+            pieces = continued(
+                generator, vocabulary, prompt, args.tokens, sampling
+            )
+            # JSON is written once, with all texts in it.
+            if args.json:
+                texts.append("".join(pieces))
+                continue
+            if number:
+                say("---")
+            say(args.prompt, end="")
+            # Piece by piece, as the model writes.
+            for piece in pieces:
+                say(piece, end="", flush=True)
+            say()
     if args.json:
         print_json({"source": source, "prompt": args.prompt, "texts": texts})
-    return 0
-
-
-def _over_ranks(args: argparse.Namespace, source: str) -> int:
-    """Write texts by ranks that share the model; they appear when all are done."""
-    from ..comm import launch
-    from ..train.text import sampling_layout, write_over_ranks
-
-    if args.model:
-        raise UsageError(
-            "--layout is for the built-in decoder: leave --model or --layout out."
-        )
-    layout = sampling_layout(args.layout, source)
-    samplings = [sampling_of(args, number) for number in range(args.samples)]
-    # Every rank returns the texts; the first one's are printed.
-    texts, *_ = launch(
-        write_over_ranks,
-        layout.ranks,
-        source,
-        layout,
-        args.prompt,
-        args.tokens,
-        samplings,
-        args.tokenizer,
-    )
-    if args.json:
-        print_json({"source": source, "prompt": args.prompt, "texts": texts})
-        return 0
-    say("\n---\n".join(args.prompt + text for text in texts))
     return 0

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..api.load import checkpoints_in
 from ..layout.shape import HUB
 from .parser import Parser, real, whole
+from .usage import UsageError
 
 if TYPE_CHECKING:
-    from ..generate import Sampling
+    from ..generate import Generator, Sampling
+    from ..layout import Layout
 
 SEEDS = 1 << 62
 
@@ -25,6 +29,42 @@ def add_source(parser: Parser) -> None:
         metavar="FILE.py:Class",
         help="the code of the run's model, if it is your own",
     )
+    parser.add(
+        "--layout",
+        default="",
+        metavar="LAYOUT",
+        help="tp and pp of ranks that share the model, as 'tp2 pp2'; run: those of the run",
+    )
+
+
+def layout_of(args: argparse.Namespace, source: str) -> Layout | None:
+    """Return the layout of the ranks that are to share the model, if there are any."""
+    if not args.layout:
+        return None
+    if args.model:
+        raise UsageError(
+            "--layout is for the built-in decoder: leave --model or --layout out."
+        )
+    from ..train.text import sampling_layout
+
+    return sampling_layout(args.layout, source)
+
+
+@contextmanager
+def generator_of(
+    args: argparse.Namespace, source: str, layout: Layout | None
+) -> Iterator[Generator]:
+    """Open the model of a source: in this process, or over the ranks of a layout."""
+    from ..generate.remote import open_over_ranks
+    from ..train.text import open_generator, open_shared_generator
+
+    if layout is None:
+        yield open_generator(source, own=args.model)
+        return
+    with open_over_ranks(
+        open_shared_generator, layout.ranks, source, layout
+    ) as generator:
+        yield generator
 
 
 def add_sampling(parser: Parser, *, tokens: int) -> None:

@@ -108,7 +108,7 @@ class DecoderReader(CachingReader):
         self.embed, self.head = model.pieces[0][1], head
         self.cores = [cached_core(block) for block in self.blocks]
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, last: int) -> Tensor:
         positions = self.advance(tokens)
         x = self.embed(tokens, positions)
         shared = {
@@ -119,7 +119,8 @@ class DecoderReader(CachingReader):
         }
         for block in self.blocks:
             x = block(x, positions=positions, **shared)
-        return self.head.logits(x)
+        # (B, new, hidden) -> (B, last, vocabulary)
+        return self.head.logits(x[:, -last:])
 
 
 def is_cacheable(model: Model) -> bool:

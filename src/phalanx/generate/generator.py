@@ -59,10 +59,10 @@ class Generator:
         self.reader.reset()
 
     @torch.inference_mode()
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Read new tokens (batch, new) after those read so far; return their logits
-        (batch, new, vocabulary)."""
-        return self.reader.logits(tokens)
+    def logits(self, tokens: Tensor, last: int | None = None) -> Tensor:
+        """Read new tokens (batch, new) after those read so far; return the logits
+        (batch, last, vocabulary) of the last ones, by default of all new ones."""
+        return self.reader.logits(tokens, last or tokens.shape[1])
 
     def log_probabilities(self, tokens: list[int], count: int) -> Tensor:
         """Return the log-probabilities (count, vocabulary) of each of the last `count`
@@ -71,7 +71,7 @@ class Generator:
         self.reset()
         # Row i of the logits predicts token i + 1, so the last token is not
         # read.
-        rows = self.logits(torch.tensor([tokens[:-1]]))[0, -count:]
+        rows = self.logits(torch.tensor([tokens[:-1]]), count)[0]
         return rows.float().log_softmax(-1)
 
     def generate(
@@ -99,7 +99,7 @@ class Generator:
         chosen = torch.zeros(rows, dtype=torch.long)
         for _ in range(count):
             # Only the last position is sampled from.
-            latest = self.logits(tokens)[:, -1]
+            latest = self.logits(tokens, last=1)[:, -1]
             # A row that has ended repeats its last token, so that rows stay of
             # equal length.
             chosen = torch.where(done, chosen, sampling.choose(latest, draws))

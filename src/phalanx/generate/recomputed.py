@@ -46,7 +46,7 @@ class RecomputedReader:
     def reset(self) -> None:
         self.tokens = None
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, last: int) -> Tensor:
         known = self.tokens
         whole = tokens if known is None else torch.cat((known, tokens), 1)
         self.tokens = whole
@@ -57,8 +57,7 @@ class RecomputedReader:
         with self.seen:
             forward_loss(self.model, batch, self.dtype)
         every = self._by_token(self.seen.logits, whole)
-        # Only the new tokens' logits, as a reader with a cache returns them.
-        return every[:, -tokens.shape[1] :]
+        return every[:, -last:]
 
     @staticmethod
     def _by_token(logits: Tensor | None, tokens: Tensor) -> Tensor:

@@ -59,13 +59,13 @@ class SharedReader(CachingReader):
             if 0 < number < self.last
         ]
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, last: int) -> Tensor:
         positions = self.advance(tokens)
         derived = self.local.complete({"positions": positions})
         # On ranks that do not hold the stage, these are filled by the
         # broadcast and the sum.
         x = torch.zeros(*tokens.shape, self.shape.hidden)  # (B, new, hidden)
-        every = torch.zeros(*tokens.shape, self.shape.vocab)
+        every = torch.zeros(len(tokens), last, self.shape.vocab)
         for stage, pieces in enumerate(self.stages):
             # A rank computes while its own stage is at work, and waits in the
             # broadcast of others.
@@ -77,7 +77,7 @@ class SharedReader(CachingReader):
                 elif number < self.last:
                     x = module(x, **derived)
                 else:
-                    self._fill_own_words(module, x, every)
+                    self._fill_own_words(module, x[:, -last:], every)
             # After the last stage only logits are needed.
             if stage + 1 < len(self.stages):
                 x = x.contiguous()

@@ -15,7 +15,7 @@ class TokenReader(Protocol):
         """Forget all tokens."""
         ...
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Read new tokens (batch, new) after those read so far; return their logits
-        (batch, new, vocabulary)."""
+    def logits(self, tokens: Tensor, last: int) -> Tensor:
+        """Read new tokens (batch, new) after those read so far; return the logits
+        (batch, last, vocabulary) of the last ones."""
         ...

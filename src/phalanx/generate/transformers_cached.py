@@ -24,7 +24,7 @@ class TransformersReader:
         self.cache: Any = None  # what transformers made of the tokens so far
         self.tokens: Tensor | None = None
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, last: int) -> Tensor:
         known = self.tokens
         whole = tokens if known is None else torch.cat((known, tokens), 1)
         self.tokens = whole
@@ -41,4 +41,4 @@ class TransformersReader:
         # Some models return no cache, even if asked.
         self.cache = getattr(returned, "past_key_values", None)
         every: Tensor = returned.logits
-        return every[:, -tokens.shape[1] :]
+        return every[:, -last:]

@@ -351,9 +351,10 @@ class Run:
         0.0,
         "weight of log(Z)^2 in each token's loss; Z is the sum of exp(logits)",
     )
-    dropout: float = key(
-        0.0,
-        "share of features that training zeroes: of embeddings, heads' outputs, attention and MLP",
+    dropout: float | None = key(
+        None,
+        "share of features that training zeroes: of embeddings, heads' outputs, attention and MLP;"
+        " unset: the model's own",
         maximum=0.99,
     )
     seed: int = key(
@@ -522,11 +523,12 @@ class Run:
         sequence = (
             plain.sequence if learned else self.sequence or plain.sequence
         )
+        dropout = plain.dropout if self.dropout is None else self.dropout
         sized = replace(
             plain,
             batch=self.batch or plain.batch,
             sequence=sequence,
-            dropout=self.dropout or plain.dropout,
+            dropout=dropout,
         )
         if self.freeze:
             sized = replace(

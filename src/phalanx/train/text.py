@@ -4,7 +4,7 @@ Face folder."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,25 +100,6 @@ def _sharing(layout: Layout) -> Layout:
     sizes = {"tp": layout.tp, "pp": layout.pp}
     shared = (f"{axis}{size}" for axis, size in sizes.items() if size > 1)
     return Layout.parse(" ".join(shared))
-
-
-def write_over_ranks(
-    world: World,
-    source: str,
-    layout: Layout,
-    prompt: str,
-    count: int,
-    samplings: Sequence[Sampling],
-    tokenizer: str,
-) -> list[str]:
-    """Return one text for each sampling, the same on all ranks. Collective."""
-    vocabulary = vocabulary_of(source, tokenizer)
-    generator = open_shared_generator(world, source, layout)
-    tokens = vocabulary.prompt(prompt)
-    return [
-        "".join(continued(generator, vocabulary, tokens, count, sampling))
-        for sampling in samplings
-    ]
 
 
 def model_of(source: Path | str, own: str = "") -> tuple[Model, Weights]:

@@ -1,0 +1,130 @@
+"""A model that ranks share, read from the process that started them.
+
+Each rank waits at a connection of its own, and not in a collective: a user may think for
+an hour before the next message. A request goes to all ranks, which read the same tokens
+together, and the first rank answers with the logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import World, launch
+from ..layout import Shape
+from .generator import Generator
+
+# Opens a rank's part of a model.
+Open = Callable[..., Generator]
+
+
+class RemoteReader:
+    """A model on the other side of the connections, one for each rank."""
+
+    def __init__(self, connections: list[Connection]) -> None:
+        self._connections = connections
+        # Ctrl-C may end a wait for logits. The request is still carried out to
+        # its end by this thread, on all ranks, before the next one.
+        self._requests = ThreadPoolExecutor(1)
+        self.shape: Shape = connections[0].recv()
+
+    def reset(self) -> None:
+        self._ask("reset")
+
+    def logits(self, tokens: Tensor, last: int) -> Tensor:
+        logits: Tensor = self._ask("logits", tokens, last)
+        return logits
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """Call a method of every rank's reader, and return the first rank's result."""
+        answer: Future[Any] = self._requests.submit(self._send, name, args)
+        return answer.result()
+
+    def _send(self, name: str, args: tuple[Any, ...]) -> Any:
+        for connection in self._connections:
+            connection.send((name, args))
+        return self._connections[0].recv()
+
+    def close(self) -> None:
+        """End the ranks' service, after the request that they are at."""
+        self._requests.shutdown()
+        for connection in self._connections:
+            connection.close()
+
+
+@contextlib.contextmanager
+def open_over_ranks(
+    opens: Open, ranks: int, *args: Any
+) -> Iterator[Generator]:
+    """A generator whose model is shared by new processes, until the context ends.
+
+    Each rank calls `opens(world, *args)`, a function at the top level of a module.
+    """
+    key = secrets.token_bytes(16)
+    failed: list[BaseException] = []
+
+    def start(address: str) -> None:
+        try:
+            launch(_serve, ranks, address, key, opens, args)
+        except BaseException as error:  # raised again by the user's thread
+            failed.append(error)
+        # Ends the wait for ranks that died before they connected.
+        with contextlib.suppress(OSError):
+            Client(address, "AF_UNIX").close()
+
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+        address = str(Path(folder) / "socket")
+        starting = Thread(target=start, args=[address])
+        try:
+            with Listener(
+                address, "AF_UNIX", backlog=ranks + 1, authkey=key
+            ) as listener:
+                starting.start()
+                reader = RemoteReader(_accepted(listener, ranks))
+                with contextlib.closing(reader):
+                    yield Generator(reader, reader.shape)
+        # The end of a rank closes its connection; its own error says why.
+        except (EOFError, ConnectionError) as lost:
+            starting.join()
+            raise failed[0] if failed else lost from None
+        finally:
+            starting.join()
+
+
+def _accepted(listener: Listener, ranks: int) -> list[Connection]:
+    """The connections of all ranks, in their order."""
+    found: dict[int, Connection] = {}
+    while len(found) < ranks:
+        connection: Any = listener.accept()
+        found[connection.recv()] = connection
+    return [found[rank] for rank in range(ranks)]
+
+
+def _serve(
+    world: World, address: str, key: bytes, opens: Open, args: tuple[Any, ...]
+) -> None:
+    """Answer requests until the connection ends. Collective."""
+    with Client(address, "AF_UNIX", authkey=key) as connection:
+        connection.send(world.rank)
+        generator = opens(world, *args)
+        is_first = world.rank == 0
+        if is_first:
+            connection.send(generator.shape)
+        with contextlib.suppress(EOFError):
+            while True:
+                name, terms = connection.recv()
+                # No gradients: they would keep all activations.
+                with torch.inference_mode():
+                    result = getattr(generator.reader, name)(*terms)
+                if is_first:
+                    connection.send(result)
