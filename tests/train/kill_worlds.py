@@ -59,6 +59,7 @@ class Campaign:
     seed: int
     restarts: int = 0
     every: int = EVERY
+    more: tuple[str, ...] = ()  # words of the command
     killed: int = 0
     killed_in_save: int = 0
     lost: list[int] = field(default_factory=list)
@@ -87,6 +88,7 @@ class Campaign:
         words.append(f"checkpoint.async={str(self.asynchronous).lower()}")
         words.append(f"train.restarts={self.restarts}")
         words.append(f"checkpoint.every={self.every}")
+        words += self.more
         name, _, folder = self.mark.partition("=")
         Path(folder).mkdir(parents=True, exist_ok=True)
         return subprocess.Popen(

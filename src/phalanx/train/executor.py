@@ -902,8 +902,10 @@ class Validator(Executor):
         group = self.local.groups.everyone
         # Each rank has its share of the sums.
         own = (result.loss, *result.metrics)
-        total = torch.tensor(own, dtype=torch.float64, device=group.device)
-        group.all_reduce(total)
+        sums = torch.tensor(own, dtype=torch.float64, device=group.device)
+        reduced = self.totals.own_losses(sums)
+        group.all_reduce(reduced)
+        total = self.totals.summed_losses(reduced)
         with group.reading():
             return total.tolist(), result.count
 

@@ -54,14 +54,22 @@ class Totals:
         """Numbers of a unit's gradient that are finite only if all its elements are."""
         return norms_of(unit)
 
+    def own_losses(self, losses: Tensor) -> Tensor:
+        """The numbers to reduce for the losses, whose sums on this rank are given."""
+        return losses
+
+    def summed_losses(self, reduced: Tensor) -> Tensor:
+        """The losses over all ranks, from the reduced numbers."""
+        return reduced
+
     def own(self, squares: Iterable[Tensor], losses: Tensor) -> Tensor:
         """The numbers to reduce: the squares of all units, then the losses."""
         total = sum_of_squares(squares, self.device).view(1)
-        return torch.cat((total, losses))
+        return torch.cat((total, self.own_losses(losses)))
 
     def agreed(self, reduced: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares and the losses, from the reduced numbers."""
-        return reduced[:1], reduced[1:]
+        return reduced[:1], self.summed_losses(reduced[1:])
 
 
 class ExactTotals(Totals):
@@ -101,18 +109,23 @@ class ExactTotals(Totals):
         last.copy_(torch.where(last > 0, torch.inf, last))
         return found
 
+    def own_losses(self, losses: Tensor) -> Tensor:
+        return self._in_slots(self.losses)
+
+    def summed_losses(self, reduced: Tensor) -> Tensor:
+        return sum_in_tree(reduced.view(self.losses.shape[0], -1))
+
     def own(self, squares: Iterable[Tensor], losses: Tensor) -> Tensor:
         size = _LIMBS, _EXPONENTS
         total = torch.zeros(size, dtype=torch.float64, device=self.device)
         for each in squares:
             total += each
-        return torch.cat((total.view(-1), self._in_slots(self.losses)))
+        return torch.cat((total.view(-1), self.own_losses(losses)))
 
     def agreed(self, reduced: Tensor) -> tuple[Tensor, Tensor]:
         size = _LIMBS * _EXPONENTS
-        squares, losses = reduced[:size], reduced[size:]
-        slots = losses.view(self.losses.shape[0], -1)
-        return sum_of_limbs(squares).view(1), sum_in_tree(slots)
+        squares = sum_of_limbs(reduced[:size])
+        return squares.view(1), self.summed_losses(reduced[size:])
 
     def _in_slots(self, own: Tensor) -> Tensor:
         """Own numbers (kind, microbatch) among those of all ranks, flattened."""
