@@ -6,6 +6,7 @@ parallelism, pipelines.
     python benchmarks/train_steps.py experts --size sparse --accum 4 --ranks 4
     python benchmarks/train_steps.py tensor --size 27m
     python benchmarks/train_steps.py pipeline --accum 8
+    python benchmarks/train_steps.py exact --size 5m --accum 2
     python benchmarks/train_steps.py one --memory
 
 Each contender runs in its own processes with one thread each. All are alive at once and
@@ -16,7 +17,8 @@ the same model and batches, with 512 tokens per rank and microbatch, clip the no
 use a fused AdamW, and read the loss once a step.
 
 The base is a plain loop with one rank's share of the batch; for tensor parallelism and
-pipelines, with the whole batch; with experts, FSDP2 over the same decoder. "hand" is a
+pipelines, with the whole batch; with experts, FSDP2 over the same decoder; for a layout
+of `exact`, the same layout without the word. "hand" is a
 model of torch's own modules, compiled as a whole; "FSDP2, accum" keeps weights and
 gradients over a step's microbatches. "two plain loops" do not communicate, which shows
 the cost of sharing the machine. With `--memory` each contender trains two steps alone,
@@ -90,6 +92,10 @@ SETS: dict[str, dict[str, str]] = {
         "torch interleaved": "interleaved", "torch zero bubble": "zero-bubble",
         **over(("ppN gpipe", "ppN 1f1b", "ppN interleaved2", "ppN zb-h1"), ("gloo",)),
     },
+    "exact": over((
+        "dpN", "dpN exact", "dpN zero2", "dpN zero2 exact", "dpN zero3", "dpN zero3 exact",
+        "ppN 1f1b", "ppN 1f1b exact",
+    ), ("shm",)),
 }  # fmt: skip  # N: --ranks
 
 
@@ -226,7 +232,7 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
         )
         layout = words[len(options) :]
         if layout and layout[0].startswith("pp"):
-            layout[-1] += f":{args.accum}"
+            layout[1] += f":{args.accum}"  # the schedule
         elif args.accum > 1:
             layout.append(f"accum:{args.accum}")
         keys += [
@@ -410,12 +416,15 @@ def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
                 )
                 worked[one.name] += [cpu for _, cpu in turn]
     base = args.base or next(iter(rounds))
+    ordinary = args.set == "exact" and not args.base
+    to = "the layout without exact" if ordinary else base
     print(
-        f"| | ms a step, median | ratio to {base}, median (quartiles) | processor ms, all ranks |"
+        f"| | ms a step, median | ratio to {to}, median (quartiles) | processor ms, all ranks |"
     )
     print("|---|--:|--:|--:|")
     for name, each in rounds.items():
-        ratios = [a / b for a, b in zip(each, rounds[base], strict=True)]
+        other = name.replace(" exact", "") if ordinary else base
+        ratios = [a / b for a, b in zip(each, rounds[other], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         wall, cpu = (statistics.median(x) * 1e3 for x in (each, worked[name]))
         print(

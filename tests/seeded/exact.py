@@ -78,9 +78,7 @@ def catch_exactly(fault: Fault) -> ExactCatch:
             dropout=fault.dropout,
             optimizer=fault.optimizer,
         )
-    return ExactCatch(
-        fault.name, verdict.layout, "", verdict.first_difference
-    )
+    return ExactCatch(fault.name, verdict.layout, "", verdict.first_difference)
 
 
 def table(caught: Sequence[ExactCatch]) -> str:
@@ -92,11 +90,13 @@ def table(caught: Sequence[ExactCatch]) -> str:
     ]
     found = sum(bool(c.first_difference) for c in caught)
     refused = sum(bool(c.refused) for c in caught)
-    return "\n".join((
-        "| fault | layout | verify --exact says |",
-        "|---|---|---|",
-        *rows,
-        "",
-        f"verify --exact finds {found} of {len(rows)} in bfloat16; the layouts of"
-        f" {refused} others cannot be exact.",
-    ))
+    return "\n".join(
+        (
+            "| fault | layout | verify --exact says |",
+            "|---|---|---|",
+            *rows,
+            "",
+            f"verify --exact finds {found} of {len(rows)} in bfloat16; the layouts of"
+            f" {refused} others cannot be exact.",
+        )
+    )

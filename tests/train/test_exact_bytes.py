@@ -1,16 +1,18 @@
-"""Steps of `exact` send hardly more bytes than ordinary ones."""
+"""Steps of `exact` send hardly more bytes than ordinary ones, in buffers that are counted."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from phalanx.comm import Message, TallyWorld
+from phalanx.comm import Message, TallyWorld, Work
 from phalanx.layout import Layout
 from phalanx.layout.cases import SHAPES
 from phalanx.parallel import build_model
 from phalanx.parallel.batch import microbatches
+from phalanx.parallel.exact import ExactUnit
 from phalanx.parallel.local import build_local
+from phalanx.parallel.pool import storage_of
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
@@ -29,21 +31,32 @@ def sent(message: Message) -> float:
     return others * message.bytes
 
 
+class TalliedStep:
+    """A step of one rank that sends nothing; the start's messages are not counted."""
+
+    def __init__(self, text: str) -> None:
+        self.layout = layout = Layout.parse(text)
+        model = build_model(WIDE)
+        program = program_of(model, layout)
+        self.world = TallyWorld(0, layout.ranks, "cpu")
+        self.local = build_local(self.world, layout, model, program)
+        self.executor = Executor(self.local, program, 0, AdamW())
+        self.world.ledger.clear()
+
+    def run(self) -> None:
+        # two rows in each microbatch
+        layout = self.layout
+        sized = replace(WIDE, batch=2 * layout.data * layout.microbatches)
+        batch = trial_batch(sized, 0, dtype=torch.float32)
+        own = microbatches(batch, layout, 0, 0)
+        self.executor.step(own, 1e-3)
+        self.world.clear()
+
+
 def bytes_of_a_step(text: str) -> float:
-    layout = Layout.parse(text)
-    model = build_model(WIDE)
-    program = program_of(model, layout)
-    world = TallyWorld(0, layout.ranks, "cpu")
-    local = build_local(world, layout, model, program)
-    executor = Executor(local, program, 0, AdamW())
-    world.ledger.clear()  # of the messages of the start
-    # two rows in each microbatch
-    sized = replace(WIDE, batch=2 * layout.data * layout.microbatches)
-    batch = trial_batch(sized, 0, dtype=torch.float32)
-    own = microbatches(batch, layout, 0, 0)
-    executor.step(own, 1e-3)
-    world.clear()
-    return sum(map(sent, world.ledger))
+    step = TalliedStep(text)
+    step.run()
+    return sum(map(sent, step.world.ledger))
 
 
 @pytest.mark.parametrize(
@@ -57,3 +70,35 @@ def test_a_step_sends_at_most_a_twentieth_more(text: str) -> None:
 def test_with_accumulation_zero3_sends_gradients_only_once() -> None:
     text = "dp4 zero3 accum:4"
     assert bytes_of_a_step(f"{text} exact") < bytes_of_a_step(text)
+
+
+def test_a_shard_with_replicas_is_exchanged_in_counted_buffers() -> None:
+    """The parts' new order is made in the pool, in no third whole gradient."""
+    step = TalliedStep("dp2x2 zero2 exact")
+    pool = step.local.pool
+    unit = step.local.units[2]
+    assert isinstance(unit, ExactUnit)
+    made: set[int] = set()
+    allocate = pool.empty
+
+    def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = allocate(numel, dtype)
+        made.add(storage_of(buffer))
+        return buffer
+
+    pool.empty = empty
+    exchange = unit.copies.all_to_all
+    seen = []
+
+    def all_to_all(out: torch.Tensor, x: torch.Tensor, **how: bool) -> Work:
+        seen.append({storage_of(out), storage_of(x)})
+        return exchange(out, x, **how)
+
+    object.__setattr__(unit.copies, "all_to_all", all_to_all)
+    step.run()
+    assert seen
+    assert all(storages <= made for storages in seen)
+    plain = TalliedStep("dp4 zero2 exact")
+    plain.run()
+    whole = unit.numel, torch.float32
+    assert pool.most[whole] <= plain.local.pool.most[whole]

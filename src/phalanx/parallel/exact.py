@@ -138,22 +138,27 @@ class ExactUnit(Unit):
         ((_, full),) = self.sums.pop(user).items()
         if self.copies.size == 1:
             return ChainedWork(Work(), lambda: self.summed(full, full))
-        received = self.pool.take(self.numel, self.precision.reduce)
         sent = self._by_rank(full)
+        received = self.pool.take(self.numel, self.precision.reduce)
         work = self.copies.all_to_all(received, sent, wait=False)
-        return ChainedWork(work, lambda: self._parts_came(full, received))
+        return ChainedWork(work, lambda: self._parts_came(sent, received))
 
     def _by_rank(self, full: Tensor) -> Tensor:
         """A flat gradient in the order of the ranks that its parts go to.
 
         Shards lie one behind the other. The replicas of a shard divide it, and are
-        not neighbours in the group.
+        not neighbours in the group. The old order's buffer is given back, and then
+        receives the parts: so a unit never has more than two whole gradients here.
         """
         shards = self.groups.gather.size
         if shards == 1 or self.replicas == 1:
             return full
-        parts = full.view(shards, self.replicas, -1).transpose(0, 1)
-        return parts.reshape(-1)
+        sent = self.pool.take(self.numel, self.precision.reduce)
+        parts = full.view(shards, self.replicas, -1)
+        by_replica = sent.view(self.replicas, shards, -1)
+        by_replica.copy_(parts.transpose(0, 1))
+        self.pool.give(full)
+        return sent
 
     def _parts_came(self, full: Tensor, received: Tensor) -> None:
         """Add the parts of all ranks in the tree; the sum is this rank's part."""
