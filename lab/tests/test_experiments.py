@@ -103,6 +103,10 @@ MISTAKES = {
     "data-parallel": ("lab.rows(step), gradient", "lab.rows(0), gradient"),
     "threads-data-parallel": (".mean(0)", ".sum(0)"),
     "sampler": ("chosen[lab.rank :: n]", "chosen[::n]"),
+    "orders-of-sums": (
+        "range(first, first + EACH)",
+        "range(rank, count, n)",
+    ),
     "save-and-barrier": ("{str(i): w for", "{str(i): w + 1 for"),
     "zero-1": (
         'padded(gradients, n), "average"',

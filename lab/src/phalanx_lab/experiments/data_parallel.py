@@ -295,6 +295,88 @@ def batches(size: Size, epoch: int) -> tuple[Tensor, ...]:
     return torch.split(order, size.batch)
 
 
+EACH = 2  # microbatches of a rank
+
+
+def orders_of_sums(lab: Lab) -> None:
+    """Orders of sums: why layouts round differently, and one tree that gives all of them the same bits.
+
+    A sum of floating-point numbers is rounded after every addition, so it depends on the order. A
+    layout decides the order: a rank adds its own microbatches, and a collective adds what the ranks
+    have. Two layouts therefore differ in the last bits. A comparison of them needs a tolerance, and a
+    small mistake can hide below it. If every layout adds in one order, nothing can.
+    """
+    group, rank, n, size = lab.group, lab.rank, lab.n, lab.size
+    lab.part("width")  # every rank adds as many rows of the gradient
+    count = EACH * n
+
+    # Half of the last bit of 1 is lost when it is added to 1. Two halves that were added to each
+    # other before are not.
+    half = 2.0**-53
+    one_by_one = ((1.0 + half) + half) + half
+    in_pairs = (1.0 + half) + (half + half)
+    lab.step("the same four numbers in two orders", half=half)
+    lab.after(one_by_one=one_by_one, in_pairs=in_pairs)
+    lab.claim("one by one, all halves are lost", one_by_one, 1.0, within=0.0)
+    more = 1.0 + 2 * half
+    lab.claim("in pairs, two are not", in_pairs, more, within=0.0)
+
+    # A microbatch has the same rows in every layout, and so the same gradient to the bit. One process
+    # adds the gradients one by one. Ranks add their own ones first.
+    alone = [microbatch_gradient(size, i, count) for i in range(count)]
+    first = EACH * rank
+    own = [
+        microbatch_gradient(size, number, count)
+        for number in range(first, first + EACH)
+    ]
+    running = alone[0].clone()
+    for gradient in alone[1:]:
+        running += gradient
+    lab.step("the ordinary way: own microbatches, then an all-reduce", own=own)
+    ordinary = own[0] + own[1]
+    group.all_reduce(ordinary)
+    lab.after(sum=ordinary)
+    lab.claim("the sums agree up to rounding", ordinary, running)
+    other = int((ordinary != running).sum())
+    lab.note(
+        f"{other:,} of {running.numel():,} numbers have other bits than one process's sum."
+    )
+
+    # The tree adds neighbours, then neighbouring sums, until one is left. A rank's microbatches are
+    # neighbours, so what it adds is a part of the tree. It sends each rank a part of its sum; every
+    # rank adds the parts of all ranks, in the same tree, and the results are gathered.
+    lab.step("one tree: own microbatches, an all-to-all, the parts", own=own)
+    begun = lab.sent()
+    subtree = added_in_tree(own)
+    arrived = torch.empty_like(subtree)
+    group.all_to_all(arrived, subtree)
+    part = added_in_tree([*arrived.chunk(n)])
+    whole = gathered(group, part)
+    lab.after(part=part, sum=whole)
+    bits = "every bit is that of one process, which adds all in the tree"
+    lab.claim(bits, whole, added_in_tree(alone), within=0.0)
+    lab.claim(
+        "it sent 2(n-1)/n of the gradient, as an all-reduce does",
+        lab.sent() - begun,
+        2 * (n - 1) / n * whole.nbytes,
+    )
+
+
+def microbatch_gradient(size: Size, number: int, count: int) -> Tensor:
+    """Return the first layer's gradient from one of `count` microbatches."""
+    rows = batch(size, 0)[size.part("batch", number, count)]
+    return gradients_of(start(size), rows)[1][0]
+
+
+def added_in_tree(terms: list[Tensor]) -> Tensor:
+    """Return the sum of terms by adding neighbours; one without a neighbour waits."""
+    while len(terms) > 1:
+        waiting = terms[len(terms) // 2 * 2 :]
+        pairs = zip(terms[0::2], terms[1::2], strict=False)
+        terms = [left + right for left, right in pairs] + waiting
+    return terms[0]
+
+
 def save_and_barrier(lab: Lab) -> None:
     """One rank saves, everyone waits, all load: the barrier ensures that the file is complete.
 
