@@ -12,7 +12,7 @@ import pytest
 from loop_worlds import records, small, trained
 from test_own_model import STRANGER, own
 
-from phalanx.layout import Layout
+from phalanx.layout import Layout, source
 from phalanx.layout.run import Run
 from phalanx.layout.source import imported_sources
 from phalanx.train.agreement import flat
@@ -289,6 +289,14 @@ def test_modules_elsewhere_are_the_user_s_own_unless_they_are_installed(
     assert [
         *_sources(root, {"main.py": "import of_site_packages, of_mine"})
     ] == ["of_mine"]
+    # Inside of a package, of which the rest is installed.
+    package = {
+        "main.py": "import large.sub.near, large.far",
+        "near.py": "",
+        "../__init__.py": "",
+        "../far.py": "",
+    }
+    assert [*_sources(root / "large" / "sub", package)] == ["large.sub.near"]
 
 
 def test_a_home_folder_with_a_whole_python_below_it_has_few_modules(
@@ -299,5 +307,7 @@ def test_a_home_folder_with_a_whole_python_below_it_has_few_modules(
     (library / "of_the_library.py").write_text("")
     monkeypatch.syspath_prepend(str(library))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
+    uncached = source._code_of_others.__wrapped__
+    monkeypatch.setattr(source, "_code_of_others", uncached)
     files = {"main.py": "import of_the_library, near", "near.py": ""}
     assert [*_sources(tmp_path, files)] == ["near"]

@@ -13,8 +13,9 @@ import sys
 import sysconfig
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache, lru_cache
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -184,34 +185,44 @@ def imported_sources(path: str | Path) -> dict[str, Path]:
     # Python's own.
     roots = [Path(path).absolute().parent, first.parent, *map(Path, sys.path)]
     found: dict[str, Path] = {}
+    # Packages of others, whose modules are not looked for.
+    foreign: set[str] = set()
     waiting = deque([("", first)])
     # Breadth first, so that the limit leaves out the most distant modules.
     while waiting and len(found) < MODULES:
         name, file = waiting.popleft()
+        # Sorted: a package comes before its modules.
         for imported in sorted(_imports_of(name, file)):
-            if imported in found:
+            package = imported.partition(".")[0]
+            if imported in found or package in foreign:
                 continue
             source = _source_of(imported, roots)
-            if (
-                source is not None
-                and source != first
-                and _is_own(source, first.parent)
-            ):
+            if source is None or source == first:
+                continue
+            if _is_own(source, first.parent):
                 found[imported] = source
                 waiting.append((imported, source))
+            # The user's folder may lie inside of an installed package.
+            elif imported == package and source.parent not in first.parents:
+                foreign.add(package)
     return dict(sorted(found.items()))
 
 
 def _imports_of(name: str, file: Path) -> set[str]:
     """The full names that a module's imports may refer to, as modules or attributes."""
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     try:
-        tree = _parsed(file)
+        return _imports_in(_text_of(file), package)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return set()  # an extension, or a file that was never run
-    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+
+
+# By text: each rank that is a thread asks, and each layout that is tried.
+@lru_cache(MODULES)
+def _imports_in(text: bytes, package: str) -> set[str]:
     names = set()
     # Everywhere in the tree, including functions and branches.
-    for node in ast.walk(tree):
+    for node in ast.walk(_tree_of(text)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -236,15 +247,19 @@ def _source_of(name: str, roots: Sequence[Path]) -> Path | None:
             return None
         if Path(file).is_file():
             return Path(file).resolve()
-    below = name.split(".")
-    for root in roots:
-        for file in (
-            # A package takes precedence over a module of its name.
-            root.joinpath(*below, "__init__.py"),
-            root.joinpath(*below).with_suffix(".py"),
-        ):
-            if file.is_file():
-                return file.resolve()
+    package, _, last = name.rpartition(".")
+    below = os.path.join(*name.split("."))
+    folders: Iterable[str] = (os.path.join(root, below) for root in roots)
+    # Below a package that is loaded there is one place, and none below a module.
+    if (loaded := sys.modules.get(package)) is not None:
+        paths = getattr(loaded, "__path__", ())
+        folders = (os.path.join(path, last) for path in paths)
+    for folder in folders:
+        # A package takes precedence over a module of its name.
+        for file in (os.path.join(folder, "__init__.py"), f"{folder}.py"):
+            # Not `Path`: hundreds of names are looked for in dozens of folders.
+            if os.path.isfile(file):
+                return Path(file).resolve()
     return None
 
 
@@ -259,25 +274,25 @@ def _is_own(file: Path, folder: Path) -> bool:
         file.relative_to(folder).parts if below else file.parts
     ):
         return False
-    library = [
-        Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")
-    ]
-    # Phalanx, and the standard library.
-    others = [
-        Path(__file__).parents[1],
-        *library,
-    ]
     # The folder may contain all of them, as a home folder does.
     return not any(
         file.is_relative_to(root) and not folder.is_relative_to(root)
-        for root in (each.resolve() for each in others)
+        for root in _code_of_others()
     )
+
+
+@cache
+def _code_of_others() -> tuple[Path, ...]:
+    """The folders of Phalanx and of the standard library."""
+    library = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+    folders = (Path(__file__).parents[1], *map(Path, library))
+    return tuple(each.resolve() for each in folders)
 
 
 def syntax_error(path: str | Path) -> str:
     """The syntax error of a source file, or "". The file is not run."""
     try:
-        _parsed(Path(path))
+        _tree_of(_text_of(Path(path)), str(path))
     except (
         OSError,
         SyntaxError,
@@ -289,16 +304,20 @@ def syntax_error(path: str | Path) -> str:
     return ""
 
 
-def _parsed(file: Path) -> ast.Module:
+def _text_of(file: Path) -> bytes:
     with open_regular(file) as opened:
-        text = opened.read(LIMIT)
+        text: bytes = opened.read(LIMIT)
+    return text
+
+
+def _tree_of(text: bytes, name: str = "<unknown>") -> ast.Module:
     with _PARSING:
         # Python 3.11 counts the depth of a tree for all threads at once, and an import
         # in another thread parses without this lock: then try again.
         for _ in range(_TRIES):
             with suppress(SystemError):
-                return ast.parse(text, str(file))
-        return ast.parse(text, str(file))
+                return ast.parse(text, name)
+        return ast.parse(text, name)
 
 
 @contextmanager
