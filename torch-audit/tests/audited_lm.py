@@ -34,21 +34,24 @@ class GatherSequence(torch.autograd.Function):
     """The keys or values of all ranks of a context-parallel world."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, summed: bool = True) -> Tensor:
+        ctx.summed = summed
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, 2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient.chunk(dist.get_world_size(), 2)[dist.get_rank()]
+        if ctx.summed:
+            dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size(), 2)[dist.get_rank()], None
 
 
 class Attention(nn.Module):
     context_parallel = False
     offset = 0  # of the causal mask: a seeded bug
+    keys_summed = True  # False: a seeded bug
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +68,8 @@ class Attention(nn.Module):
         first = 0
         if self.context_parallel:
             first = dist.get_rank() * q.shape[2] + self.offset
-            k, v = GatherSequence.apply(k), GatherSequence.apply(v)
+            k = GatherSequence.apply(k, self.keys_summed)
+            v = GatherSequence.apply(v)
         scores = (q @ k.mT) / (WIDTH // HEADS) ** 0.5
         at = torch.arange(q.shape[2])[:, None] + first
         hidden = torch.arange(k.shape[2]) > at
@@ -332,6 +336,8 @@ def tp(bug: str = "") -> None:
     if bug == "summed twice":
         for parameter in (b.attention.q.weight for b in model.blocks.values()):
             parameter.register_hook(lambda gradient: gradient * 2)
+    if bug == "reduced twice":
+        model.blocks["1"].down.register_forward_hook(lambda *call: 2 * call[2])
     train(model, bug=bug)
 
 
@@ -355,6 +361,7 @@ def cp(bug: str = "") -> None:
     for block in model.blocks.values():
         block.attention.context_parallel = True
         block.attention.offset = int(bug == "mask")
+    model.blocks["1"].attention.keys_summed = bug != "keys not summed"
 
     def sums() -> None:
         for name, parameter in model.named_parameters():

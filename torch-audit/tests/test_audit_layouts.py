@@ -20,6 +20,7 @@ from torch_audit.compare import (
 )
 from torch_audit.report import verdict_text
 from torch_audit.runs import load
+from torch_audit.where import Begins, where
 
 ROOT = Path(__file__).parents[2]
 TWO_RANKS = ["ddp", "fsdp2", "tp", "tp_sequence", "cp", "pipeline"]
@@ -47,6 +48,8 @@ BUGS: dict[str, tuple[str, str, str, float | None]] = {
     "tp/summed twice": (REFUTED, "gradient", "blocks.0.attention.q.weight", 2.0),
     "cp/norms not summed": (REFUTED, "gradient", "blocks.0.norm1.weight", None),
     "cp/mask": (REFUTED, "gradient", "embed.weight", None),
+    "cp/keys not summed": (REFUTED, "gradient", "embed.weight", None),
+    "tp/reduced twice": (REFUTED, "gradient", "embed.weight", None),
     "pipeline/untied": (REFUTED, "gradient", "embed.weight", None),
     "pipeline/stage norm": (REFUTED, "norm", "", None),
     "pipeline/scaled": (REFUTED, "gradient", "embed.weight", 0.5),
@@ -56,6 +59,21 @@ BUGS: dict[str, tuple[str, str, str, float | None]] = {
     "ddp/sampler seeds": (NOT_COMPARABLE, "samples", "", None),
     "ddp/counted step": (REFUTED, "update", "embed.weight", None),
 }  # fmt: skip
+# The part of a step in which a wrong gradient begins, the first module that differs, and the last one
+# before it that is equal.
+BEGINS: dict[str, tuple[Begins, str, str]] = {
+    "ddp/mean of means": (Begins.LOSS, "head", ""),
+    "ddp/not divided": (Begins.AFTER, "", ""),
+    "ddp/never reduced": (Begins.AFTER, "", ""),
+    "fsdp2/divided": (Begins.AFTER, "", ""),
+    "cp/norms not summed": (Begins.AFTER, "", ""),
+    "cp/mask": (Begins.OUTPUT, "blocks.0.attention.o", "blocks.0.attention.v"),
+    "cp/keys not summed": (Begins.BACKWARD, "blocks.1.attention.k", "blocks.1.attention.v"),
+    "tp/reduced twice": (Begins.OUTPUT, "blocks.1", "blocks.1.down"),
+    "pipeline/untied": (Begins.UNKNOWN, "", ""),
+}  # fmt: skip
+# By how much layouts multiply the loss, as their library takes a mean over ranks.
+SCALES = {"ddp": 2.0, "fsdp2": 2.0, "hsdp": 4.0, "fsdp2_tp": 2.0}
 # Bugs that others have published, and the case that makes the same mistake.
 PUBLISHED = {
     "huggingface/transformers#34191": "ddp/mean of means",
@@ -118,6 +136,28 @@ def test_a_correct_layout_equals_one_process(
     assert not [
         x for x in check_run(load(folder_of(recorded, case))) if x.fault
     ]
+
+
+@pytest.mark.parametrize(
+    "case", [x for x in [*TWO_RANKS, *FOUR_RANKS] if x != "pipeline"]
+)
+def test_outputs_of_modules_are_those_of_one_process(
+    recorded: Path, case: str
+) -> None:
+    """Also their gradients, but for the factor by which a layout multiplies the loss."""
+    one, run = (load(folder_of(recorded, x)) for x in ("one", case))
+    for number, step in run.steps.items():
+        found = where(step, one.steps[number], [], "float64", number)
+        assert found.begins == Begins.AFTER, (number, found)
+        assert found.factor == pytest.approx(SCALES.get(case, 1.0))
+        assert found.compared >= 38
+
+
+@pytest.mark.parametrize("case", BEGINS)
+def test_the_first_wrong_module_is_named(recorded: Path, case: str) -> None:
+    found = verdict_of(recorded, case).where
+    assert found is not None
+    assert (found.begins, found.module, found.before) == BEGINS[case]
 
 
 def test_gradients_that_replicas_never_get_are_named(recorded: Path) -> None:

@@ -14,11 +14,12 @@ from torch_audit.batches import batch_of
 from torch_audit.command import main
 from torch_audit.compare import compare
 from torch_audit.dtypes import CastsPerturbed, operations_of
+from torch_audit.outputs import Outputs
 from torch_audit.parameters import plain_name
 from torch_audit.recorder import Recorder
 from torch_audit.records import (
-    CLIPPED,
     GRADIENT,
+    KINDS,
     UPDATED,
     WEIGHT,
     RecordError,
@@ -91,9 +92,8 @@ def test_a_tied_weight_has_one_record_with_both_names(tmp_path: Path) -> None:
         ["embed.weight", "head.weight"],
         ["head.bias"],
     ]
-    assert {kind: set(rows) for kind, rows in record.sketches.items()} == {
-        kind: {0, 1} for kind in (WEIGHT, GRADIENT, CLIPPED, UPDATED)
-    }
+    for kind in KINDS:
+        assert set(record.sketches[kind]) == {0, 1}
 
 
 def test_the_norm_told_to_the_clip_is_that_of_the_gradients(
@@ -261,8 +261,51 @@ def test_the_hash_of_a_sample_does_not_depend_on_padding() -> None:
     assert both is not None
     assert left is not None
     assert alone is not None
-    assert both.rows == [*left.rows, *alone.rows]
-    assert both.tokens == 8
+    assert both.record.rows == [*left.record.rows, *alone.record.rows]
+    assert both.record.tokens == 8
+
+
+def sums_of_outputs(
+    model: nn.Module, calls: list[tuple[Tensor, Tensor]]
+) -> dict[tuple[str, bool], Tensor]:
+    """Sketches of the outputs of a model, and of their gradients, over some calls with a mask each."""
+
+    def call(act: Callable[..., None], *args: Tensor) -> None:
+        act(*args)
+
+    outputs = Outputs(call)
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: outputs.add(module, output)
+    )
+    try:
+        for tokens, mask in calls:
+            batch = batch_of((tokens,), {"attention_mask": mask})
+            assert batch is not None
+            outputs.begin(model, batch)
+            (model(tokens).square().sum(-1) * mask).sum().backward()
+    finally:
+        hook.remove()
+    return {(x.name, x.backward): numbers for x, numbers in outputs.take()}
+
+
+def test_outputs_do_not_depend_on_how_samples_are_batched() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)).double()
+    tokens = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    together = sums_of_outputs(model, [(tokens, mask)])
+    apart = [(tokens[1:], mask[1:]), (tokens[:1, :3], mask[:1, :3])]
+    found = sums_of_outputs(model, apart)
+    # In the order of execution, backward last.
+    forward = [("0", False), ("1", False), ("(the model)", False)]
+    assert [key for key in together if not key[1]] == forward
+    assert found.keys() == together.keys()
+    for key, numbers in together.items():
+        torch.testing.assert_close(found[key], numbers)
+        assert numbers.abs().max() > 0
+    # Another token is seen in all outputs.
+    other = sums_of_outputs(model, [(tokens.where(tokens != 6, 5), mask)])
+    for key, numbers in together.items():
+        assert (other[key] - numbers).abs().max() > 1e-3
 
 
 def test_parts_of_a_sequence_add_up_by_their_positions() -> None:
@@ -273,9 +316,11 @@ def test_parts_of_a_sequence_add_up_by_their_positions() -> None:
     for part in torch.tensor([0, 5, 1, 4, 2, 3]).chunk(3):
         batch = batch_of((tokens[:, part],), {"position_ids": part[None]})
         assert batch is not None
-        totals = [a + b for a, b in zip(totals, batch.rows, strict=True)]
+        totals = [
+            a + b for a, b in zip(totals, batch.record.rows, strict=True)
+        ]
     assert [
-        (a - b) % 2**64 for a, b in zip(totals, whole.rows, strict=True)
+        (a - b) % 2**64 for a, b in zip(totals, whole.record.rows, strict=True)
     ] == [0, 0]
 
 

@@ -1,6 +1,7 @@
-"""Hashes of the samples that a model is given: one for each row of the batch."""
+"""Hashes of the samples that a model is given: one for each row of the batch, and one for each token."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,16 @@ from .sketch import mixed
 IGNORED = -100  # labels of torch's cross_entropy that do not count
 
 
-def batch_of(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> BatchRecord | None:
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one call of a model."""
+
+    record: BatchRecord
+    hashes: Tensor  # of tokens and their positions: (samples, tokens)
+    kept: Tensor  # 1 for a token, 0 for padding
+
+
+def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch | None:
     """The samples in the arguments of a model's call, or None if no tensor is among them.
 
     Token indices are hashed with their positions. Padding is left out if an attention mask says where
@@ -44,13 +52,15 @@ def batch_of(
         positions = kept.cumsum(1) - 1
     # The inner hash makes equal tokens at other positions differ; sums wrap
     # modulo 2^64.
-    hashes = (mixed(bits + mixed(positions.long())) * kept).sum(1)
+    hashes = mixed(bits + mixed(positions.long())) * kept
     labels = named.get("labels")
     counted = 0
     if labels is not None and not labels.is_floating_point():
         # As in torch's cross_entropy, -100 is not counted.
         counted = int((local_of(labels) != IGNORED).sum())
-    return BatchRecord(hashes.tolist(), int(kept.sum()), counted, integers)
+    samples = hashes.sum(1).tolist()
+    record = BatchRecord(samples, int(kept.sum()), counted, integers)
+    return Batch(record, hashes, kept)
 
 
 def _tensors(
@@ -58,20 +68,20 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors among the arguments, also in lists and mappings, each with a name."""
     for index, value in enumerate(args):
-        yield from _inside(str(index), value)
+        yield from tensors_in(str(index), value)
     for name, value in kwargs.items():
-        yield from _inside(name, value)
+        yield from tensors_in(name, value)
 
 
-def _inside(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _inside(str(key), inner)
+            yield from tensors_in(str(key), inner)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _inside(f"{name}.{index}", inner)
+            yield from tensors_in(f"{name}.{index}", inner)
 
 
 def _chosen(named: Mapping[str, Tensor]) -> Tensor | None:

@@ -7,16 +7,17 @@ from .causes import likely_causes
 from .checks import parameters_apart, told_norms
 from .precision import (
     MIXED,
-    Limits,
     difference,
     eps_of,
     limit_of_norm,
+    parameter_limits,
     precision_of,
     quantity,
 )
 from .records import CLIPPED, GRADIENT, UPDATED, WEIGHT
 from .runs import Names, Parameter, Run, Step
 from .sketch import norm_of
+from .where import Where, same_samples, where
 
 EQUAL, REFUTED, NOT_COMPARABLE = "equal", "refuted", "not comparable"
 EXIT = {EQUAL: 0, REFUTED: 1, NOT_COMPARABLE: 2}
@@ -58,6 +59,7 @@ class Verdict:
     equal_before: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
+    where: Where | None = None  # a wrong gradient begins
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,14 @@ def compare(
         if verdict.result != EQUAL:
             verdict.step = number
             verdict.causes = likely_causes(reference, run, verdict.different)
+            if verdict.quantity == _SHOWN[GRADIENT]:
+                verdict.where = where(
+                    pair.our_step,
+                    pair.their_step,
+                    [each.steps[number] for each in perturbed],
+                    verdict.precision,
+                    number,
+                )
             # Later steps differ because of this one.
             break
     return verdict
@@ -206,7 +216,7 @@ class _Comparison:
             )
             self.passed.append(f"{len(theirs)} samples")
             return
-        if self._same_in_parts(theirs):
+        if same_samples(self.pair.our_step, self.pair.their_step):
             self.passed.append(
                 f"{sum(theirs.values())} samples, in parts of sequences"
             )
@@ -217,22 +227,6 @@ class _Comparison:
             f" among the {len(ours)} of the run"
         )
         self._stop(NOT_COMPARABLE, "samples", text)
-
-    def _same_in_parts(self, theirs: Counter[int]) -> bool:
-        """True if parts of sequences, on all ranks together, add up to the reference's sequences.
-
-        Ranks that have the same rows are copies and count once.
-        """
-        by_rank: dict[int, list[int]] = {}
-        for rank, batch in self.pair.our_step.batches():
-            by_rank.setdefault(rank, []).extend(batch.rows)
-        distinct = {tuple(sorted(rows)) for rows in by_rank.values()}
-        total = sum(sum(rows) for rows in distinct)
-        # Hashes of rows are sums over positions, modulo 2^64, so parts add up
-        # to the whole.
-        return (total - sum(row * n for row, n in theirs.items())) % (
-            1 << 64
-        ) == 0
 
     def _places(self) -> None:
         apart = parameters_apart(self.pair.ours)
@@ -356,7 +350,7 @@ class _Comparison:
             self.passed.append("norm")
 
     def _loosest(self, kind: str) -> float:
-        limits = self._limits(kind).by_name
+        limits = self._limits(kind)
         sizes = {
             name: norm_of(quantity(self.pair.theirs[name], kind) or [0.0])
             for name in limits
@@ -400,8 +394,8 @@ class _Comparison:
         text = f"{len(different)} of {len(self.pair.theirs)} parameters differ in the {shown}"
         self._stop(REFUTED, shown, text)
 
-    def _limits(self, kind: str) -> Limits:
-        return Limits.of(
+    def _limits(self, kind: str) -> dict[str, float]:
+        return parameter_limits(
             kind,
             self.pair.number,
             self.pair.theirs,
@@ -411,8 +405,8 @@ class _Comparison:
         )
 
     def _differing(self, kind: str) -> list[Different]:
-        limits = self._limits(kind).by_name
-        noise = self._limits(GRADIENT).by_name if kind == UPDATED else {}
+        limits = self._limits(kind)
+        noise = self._limits(GRADIENT) if kind == UPDATED else {}
         different = []
         for name, theirs in self.pair.theirs.items():
             ours = self.pair.ours[name]

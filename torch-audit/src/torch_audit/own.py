@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .compare import EQUAL, NOT_COMPARABLE, Verdict, compare
-from .precision import Limits
+from .precision import parameter_limits
 from .records import GRADIENT
 from .runs import Names, Run
 from .sketch import norm_of
@@ -45,7 +45,9 @@ def judged(
         each.first.joined(names)
     parameters = one.first.parameters(names)
     precision = verdict.precision
-    limits = Limits.of(GRADIENT, 0, parameters, precision, perturbed, names)
+    limits = parameter_limits(
+        GRADIENT, 0, parameters, precision, perturbed, names
+    )
     hidden = []
     for different in exact.different:
         name = names.of(different.name)
@@ -54,7 +56,7 @@ def judged(
             continue
         size = norm_of(parameter.sketch(GRADIENT) or [0.0])
         # Too small for the own dtype to tell from rounding.
-        if different.relative * size <= limits.by_name[name]:
+        if different.relative * size <= limits[name]:
             hidden.append(different.name)
     # One difference that would have shown is enough to clear the run.
     everything = len(hidden) == len(exact.different)

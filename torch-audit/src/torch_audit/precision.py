@@ -1,6 +1,6 @@
 """Tolerances between two runs that compute the same, by precision or measured."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from .records import UPDATED
 from .runs import Names, Parameter, Run, Step
@@ -71,57 +71,92 @@ def quantity(parameter: Parameter, kind: str) -> list[float] | None:
     return None if before is None else difference(sketch, before)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The largest difference of each parameter that counts as rounding, in a kind and a step."""
+def limits_by_name(
+    norms: Mapping[str, float],
+    apart: Sequence[Mapping[str, float]],
+    precision: str,
+    relative: float,
+) -> dict[str, float]:
+    """The largest difference of each tensor of a kind that counts as rounding.
 
-    by_name: dict[str, float]
-    measured: int  # perturbed runs; 0: limits by precision
+    `apart` has the differences between each perturbed run and the reference, from which the limits are
+    measured. Without one they are `relative` to a tensor's norm.
+    """
+    largest = max(norms.values(), default=0.0)
+    units = _MIXED_FLOOR if precision == MIXED else _FLOOR
+    floor = min(units * eps_of(precision), _LARGEST_FLOOR) * largest
+    if apart:
+        relative = _measured(norms, apart)
+        # Measured runs show the rounding of zero gradients themselves, so a
+        # smaller floor is enough.
+        floor = eps_of(precision) * largest
+    limits = {}
+    for name, norm in norms.items():
+        # Relative to the tensor, and a floor relative to the largest of all.
+        limit = relative * norm + floor
+        own = [_MARGIN * run.get(name, 0.0) for run in apart]
+        limits[name] = max([limit, *own])
+    return limits
 
-    @classmethod
-    def of(
-        cls,
-        kind: str,
-        number: int,
-        reference: dict[str, Parameter],
-        precision: str,
-        perturbed: list[Run],
-        names: Names,
-    ) -> "Limits":
-        norms = {}
-        # Norms of the whole tensors, from their sketches.
+
+def _measured(
+    norms: Mapping[str, float], apart: Sequence[Mapping[str, float]]
+) -> float:
+    """A relative limit for all tensors: the margin times the median of what perturbed runs show.
+
+    A tensor whose own difference happens to be tiny in these few runs gets at least this.
+    """
+    relative = sorted(
+        run.get(name, 0.0) / norm
+        for run in apart
+        for name, norm in norms.items()
+        if norm
+    )
+    return _MARGIN * relative[len(relative) // 2] if relative else 0.0
+
+
+def usual_difference(precision: str, number: int) -> float:
+    """The relative difference that is usual between layouts, in the step of this number."""
+    # Later steps start from weights that differ by rounding.
+    return _RELATIVE[precision] * (1 if number == 0 else 10)
+
+
+def parameter_limits(
+    kind: str,
+    number: int,
+    reference: dict[str, Parameter],
+    precision: str,
+    perturbed: Sequence[Run],
+    names: Names,
+) -> dict[str, float]:
+    """The limits of all parameters, in a kind and a step."""
+    sketches = {
+        name: quantity(parameter, kind)
+        for name, parameter in reference.items()
+    }
+    norms = {
+        name: 0.0 if sketch is None else norm_of(sketch)
+        for name, sketch in sketches.items()
+    }
+    apart = []
+    for run in perturbed:
+        parameters = run.steps[number].parameters(names)
+        apart.append(
+            {
+                name: _apart(kind, parameter, parameters.get(name))
+                for name, parameter in reference.items()
+            }
+        )
+    # Adam turns the rounding of an element near zero into an update of full size.
+    rough = kind == UPDATED and precision == MIXED
+    usual = usual_difference("float32" if rough else precision, number)
+    limits = limits_by_name(norms, apart, precision, usual)
+    if kind == UPDATED:
+        # An update is the difference of two rounded weights.
         for name, parameter in reference.items():
-            sketch = quantity(parameter, kind)
-            norms[name] = norm_of(sketch) if sketch is not None else 0.0
-        largest = max(norms.values(), default=0.0)
-        runs = [run.steps[number].parameters(names) for run in perturbed]
-        # Adam turns the rounding of an element near zero into an update of full size.
-        rough = kind == UPDATED and precision == MIXED
-        usual = _RELATIVE["float32" if rough else precision]
-        # Later steps start from weights that differ by rounding.
-        relative = usual * (1 if number == 0 else 10)
-        units = _MIXED_FLOOR if precision == MIXED else _FLOOR
-        floor = min(units * eps_of(precision), _LARGEST_FLOOR) * largest
-        if runs:
-            relative = _measured(kind, reference, norms, runs)
-            # Measured runs show the rounding of zero gradients themselves, so
-            # a smaller floor is enough.
-            floor = eps_of(precision) * largest
-        limits = {}
-        for name, parameter in reference.items():
-            # Relative to the parameter, and a floor relative to the largest of
-            # all.
-            limit = relative * norms[name] + floor
-            if kind == UPDATED:
-                # An update is the difference of two rounded weights.
-                weight = norm_of(parameter.sketch("weight") or [0.0])
-                limit += 4 * eps_of(parameter.dtype) * weight
-            for run in runs:
-                limit = max(
-                    limit, _MARGIN * _apart(kind, parameter, run.get(name))
-                )
-            limits[name] = limit
-        return cls(limits, len(runs))
+            weight = norm_of(parameter.sketch("weight") or [0.0])
+            limits[name] += 4 * eps_of(parameter.dtype) * weight
+    return limits
 
 
 def _apart(kind: str, a: Parameter, b: Parameter | None) -> float:
@@ -131,22 +166,3 @@ def _apart(kind: str, a: Parameter, b: Parameter | None) -> float:
     if ours is None or theirs is None:
         return 0.0
     return norm_of(difference(ours, theirs))
-
-
-def _measured(
-    kind: str,
-    reference: dict[str, Parameter],
-    norms: dict[str, float],
-    runs: list[dict[str, Parameter]],
-) -> float:
-    """A relative limit for all parameters: the margin times the median of what perturbed runs show.
-
-    A parameter whose own difference happens to be tiny in these few runs gets at least this.
-    """
-    relative = sorted(
-        _apart(kind, parameter, run.get(name)) / norms[name]
-        for run in runs
-        for name, parameter in reference.items()
-        if norms[name]
-    )
-    return _MARGIN * relative[len(relative) // 2] if relative else 0.0

@@ -2,7 +2,7 @@
 
 It sends no messages and changes no number, unless it is asked to perturb the weights. Where it looks:
 
-- global hooks of modules: the input of the outermost module is the batch;
+- global hooks of modules: the input of the outermost module is the batch; outputs, and their gradients;
 - `torch.autograd.backward`: the losses, and the dtypes of the operations behind them;
 - `clip_grad_norm_` and `clip_grads_with_norm_`: the gradients before the clip, and the norm told;
 - global hooks of optimizers: weights and gradients before an update, weights after it.
@@ -33,9 +33,16 @@ from torch.optim.optimizer import (
 from . import records
 from .batches import batch_of
 from .dtypes import CastsPerturbed, operations_of
+from .outputs import Outputs
 from .parameters import DEEPSPEED, Named, named_parameters, refusal
 from .perturb import perturb
-from .records import BatchRecord, ClipRecord, ParameterRecord, StepRecord
+from .records import (
+    BatchRecord,
+    ClipRecord,
+    ModuleRecord,
+    ParameterRecord,
+    StepRecord,
+)
 from .shards import local_of, place_of, whole_place
 from .sketch import sketch
 
@@ -57,11 +64,13 @@ class Recorder:
         self._batches: list[BatchRecord] = []
         self._losses: list[Tensor] = []
         self._operations: dict[str, int] = {}
+        self._outputs = Outputs(self._guarded)
         self._begin(0)
 
     def _begin(self, step: int) -> None:
         self._record = StepRecord(rank=-1, step=step, world=1)
         self._sketches: dict[str, dict[int, Tensor]] = {}
+        self._modules: list[tuple[ModuleRecord, Tensor]] = []
 
     # ---- hooks
 
@@ -129,6 +138,8 @@ class Recorder:
     # ---- batches and losses
 
     def _enter(self, module: Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return  # inside a graph, which hooks would break
         self._depth += 1
         # Only the outermost call, in training: evaluation and generation are
         # not recorded.
@@ -163,10 +174,17 @@ class Recorder:
             self._record.autocast = _dtype_name(torch.get_autocast_dtype(kind))
         batch = batch_of(args, kwargs)
         if batch is not None:
-            self._batches.append(batch)
+            self._batches.append(batch.record)
+            self._outputs.begin(module, batch)
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._outputs.expects(module):
+            self._guarded(self._outputs.add, module, output)
         self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._outputs.end()
 
     def _backward(
         self,
@@ -307,6 +325,7 @@ class Recorder:
         self._record.batches += self._batches
         self._record.losses += [float(loss) for loss in self._losses]
         self._batches, self._losses = [], []
+        self._modules += self._outputs.take()
 
     def _next(self) -> None:
         later = self._record.step + 1
@@ -375,6 +394,11 @@ class Recorder:
         record.sketches = {
             kind: {index: numbers.tolist() for index, numbers in rows.items()}
             for kind, rows in self._sketches.items()
+        }
+        record.modules = [module for module, _ in self._modules]
+        record.sketches[records.MODULE] = {
+            index: numbers.tolist()
+            for index, (_, numbers) in enumerate(self._modules)
         }
         record.write(self.folder)
 

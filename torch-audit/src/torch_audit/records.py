@@ -1,19 +1,23 @@
-"""Files of a recorded run: one for each rank and step, a line of JSON and then numbers.
+"""Files of a recorded run: one for each rank and step.
 
-The line lists the parameters and everything that is not a sketch. The numbers follow in the order of
-`kinds`: for each kind the 17 numbers of each listed parameter, in float64, little-endian.
+The first line names the format and the length of the header. The header is compressed JSON: it lists
+parameters, modules and everything that is not a sketch. The numbers of the sketches follow in float64,
+little-endian: for each kind those of each listed parameter or module.
 """
 
 import json
 import os
 import sys
+import zlib
 from array import array
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
+_MAGIC = b"torch-audit"
 WIDTH = 17  # a sum of squares and a sketch
+MODULE_WIDTH = 8  # a smaller sketch of a module's outputs
 SUFFIX = ".audit"
 # Kinds of sketches, in the order in which a step makes them.
 WEIGHT, GRADIENT, CLIPPED, UPDATED = KINDS = (
@@ -22,6 +26,7 @@ WEIGHT, GRADIENT, CLIPPED, UPDATED = KINDS = (
     "clipped",
     "updated",
 )
+MODULE = "module"  # the kind of sketches whose indices are those of modules
 
 
 class RecordError(ValueError):
@@ -69,6 +74,17 @@ class BatchRecord:
 
 
 @dataclass
+class ModuleRecord:
+    """The outputs of a module in all calls of a step, or the gradients of these outputs."""
+
+    name: str
+    backward: bool  # gradients of the outputs
+    features: int  # elements for each token, or for each sample
+    # Mesh coordinates of this rank's shard or summand of the outputs; "" for a plain tensor.
+    part: str
+
+
+@dataclass
 class StepRecord:
     """A step of one rank."""
 
@@ -79,6 +95,8 @@ class StepRecord:
     batches: list[BatchRecord] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     clips: list[ClipRecord] = field(default_factory=list)
+    # In the order in which a rank has computed them.
+    modules: list[ModuleRecord] = field(default_factory=list)
     meshes: dict[str, int] = field(default_factory=dict)  # sizes by dimension
     autocast: str = ""
     # Of a backward pass, counted by floating dtype.
@@ -103,36 +121,40 @@ class StepRecord:
         # Files are little-endian, as a run may be compared on another machine.
         if sys.byteorder == "big":
             numbers.byteswap()
-        line = json.dumps({"format": FORMAT, **header}, separators=(",", ":"))
+        # Names and keys repeat, so compression saves most of them.
+        packed = zlib.compress(json.dumps(header).encode())
+        line = b"%b %d %d\n" % (_MAGIC, FORMAT, len(packed))
         path = folder / f"rank{self.rank:05}-step{self.step:04}{SUFFIX}"
         # Another name in the same folder: a rename there is atomic.
         draft = path.with_suffix(f".{os.getpid()}.new")
-        draft.write_bytes(line.encode() + b"\n" + numbers.tobytes())
+        draft.write_bytes(line + packed + numbers.tobytes())
         draft.replace(path)
 
 
 def read(path: Path) -> StepRecord:
     """One file, as its rank wrote it."""
-    # JSON has no newline in this form, so the first one ends the header.
-    line, _, data = path.read_bytes().partition(b"\n")
+    line, _, rest = path.read_bytes().partition(b"\n")
+    words = line.split()
+    if words[:1] == [_MAGIC] and words[1:2] != [b"%d" % FORMAT]:
+        raise RecordError(
+            f"{path} was written by another version of torch-audit."
+        )
     try:
-        header: dict[str, Any] = json.loads(line)
-        if header.pop("format") != FORMAT:
-            raise RecordError(
-                f"{path} was written by another version of torch-audit."
-            )
+        magic, _, length = words
+        if magic != _MAGIC:
+            raise ValueError
+        text = zlib.decompress(rest[: int(length)])
+        header: dict[str, Any] = json.loads(text)
         listed: dict[str, list[int]] = header.pop("sketches")
         header["parameters"] = [
             ParameterRecord(**x) for x in header["parameters"]
         ]
         header["batches"] = [BatchRecord(**x) for x in header["batches"]]
         header["clips"] = [ClipRecord(**x) for x in header["clips"]]
+        header["modules"] = [ModuleRecord(**x) for x in header["modules"]]
         record = StepRecord(**header)
-        numbers = array("d", data)
-    except (ValueError, KeyError, TypeError) as error:
-        # A ValueError itself.
-        if isinstance(error, RecordError):
-            raise
+        numbers = array("d", rest[int(length) :])
+    except (ValueError, KeyError, TypeError, zlib.error) as error:
         raise RecordError(f"{path} is no file of a recorded run.") from error
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -140,9 +162,10 @@ def read(path: Path) -> StepRecord:
     at = 0
     for kind, indices in listed.items():
         rows = record.sketches[kind] = {}
+        width = MODULE_WIDTH if kind == MODULE else WIDTH
         for index in indices:
-            rows[index] = numbers[at : at + WIDTH].tolist()
-            at += WIDTH
+            rows[index] = numbers[at : at + width].tolist()
+            at += width
     # Also if there are more numbers than the header lists.
     if at != len(numbers):
         raise RecordError(f"{path} is cut short.")

@@ -9,6 +9,7 @@ from .checks import Finding
 from .compare import EQUAL, NOT_COMPARABLE, Different, Verdict
 from .own import Repeated
 from .precision import MIXED
+from .where import Begins, Where
 
 _SHOWN = 12  # groups of parameters that a report lists
 
@@ -50,6 +51,8 @@ def verdict_text(
             lines.append(
                 f"  equal before it: {', '.join(verdict.equal_before)}"
             )
+        if verdict.where is not None:
+            lines.append(f"  begins: {where_text(verdict.where)}")
         lines += [f"  likely: {cause}" for cause in verdict.causes]
         in_float64 = verdict.precision in ("float64", MIXED)
         told = in_float64 and verdict.result != NOT_COMPARABLE
@@ -84,6 +87,36 @@ def repeated_text(repeated: Repeated, run: str, reference: str) -> str:
     return (
         f"  Repeated in {dtype}: equal. Only float64 shows the difference, so a library takes"
         " another code path in it: this is no fault of your runs."
+    )
+
+
+def where_text(where: Where) -> str:
+    """The place at which a wrong gradient begins, as a sentence."""
+    if where.begins == Begins.UNKNOWN:
+        return f"not known, as {where.reason}"
+    by = f"off by {where.relative:.2g} of its size"
+    if where.ranks:
+        by += f" (ranks {ranges(where.ranks)})"
+    scaled = f"{where.factor:.4f} x the reference's"
+    if where.begins == Begins.OUTPUT:
+        after = "the first of the step"
+        if where.before:
+            after = f"while that of {where.before} before it is equal"
+        return f"the output of {where.module} is {by}, {after}"
+    if where.begins == Begins.LOSS:
+        return (
+            f"at the loss. All outputs are equal, and the loss's gradient by the output of {where.module}"
+            f" is no multiple of the reference's: {by}"
+        )
+    if where.begins == Begins.BACKWARD:
+        return (
+            f"in the backward. All outputs are equal, and so is the gradient of {where.before}'s output;"
+            f" that of {where.module}'s output, which follows from it, is {by}"
+        )
+    return (
+        "behind the modules. All outputs are equal, and their gradients are"
+        f" {scaled} ({where.compared} compared): look at how gradients of parameters are accumulated,"
+        " summed over ranks and scaled"
     )
 
 

@@ -11,6 +11,7 @@ Signs do not depend on the name of a parameter, so a renamed or a tied parameter
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ PRIME = (1 << 61) - 1
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-# Rows are converted to float64 in blocks of so many elements: a copy of a whole embedding is large.
-_BLOCK = 1 << 22
+# Rows are converted to float64 in blocks of so many elements. On a CPU a block stays in the cache, which
+# is several times faster than new memory for each; a GPU would wait for its host with small ones.
+_BLOCKS = {"cpu": 1 << 16}
+_LARGE_BLOCK = 1 << 22
 
 
 def mixed(values: Tensor) -> Tensor:
@@ -93,15 +96,39 @@ def sketch(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     right = signs(along[-1], tensor.ndim - 1, RANK)  # (columns, 4)
     # All axes but the last are rows.
     matrix = tensor.reshape(-1, tensor.shape[-1])
-    height = max(1, _BLOCK // matrix.shape[1])
+    size = _BLOCKS.get(tensor.device.type, _LARGE_BLOCK)
+    height = max(1, size // matrix.shape[1])
+    room = torch.empty(
+        (min(height, len(matrix)), matrix.shape[1]),
+        dtype=torch.float64,
+        device=tensor.device,
+    )
     for first in range(0, matrix.shape[0], height):
-        block = matrix[first : first + height].double()
+        rows = matrix[first : first + height]
+        block = room[: len(rows)].copy_(rows)
         # (4, height) @ (height, columns) @ (columns, 4): the small product
         # first.
         part = left[first : first + height].T @ (block @ right)
-        result[0] += block.square().sum()
+        flat = block.view(-1)
+        result[0] += flat.dot(flat)
         result[1:] += part.reshape(-1)
     return result
+
+
+def sketch_rows(rows: Tensor, row_signs: Tensor, right: Tensor) -> Tensor:
+    """8 numbers of rows that have signs of their own: (4, n) @ (n, features) @ (features, 2)."""
+    # In the dtype of the rows: a copy of all activations in float64 would
+    # cost more than the products.
+    low = rows.dtype in (torch.bfloat16, torch.float16)
+    values = rows.float() if low else rows
+    narrow = (values @ right.to(values.dtype)).double()
+    return (row_signs.T @ narrow).reshape(-1)
+
+
+@lru_cache(maxsize=256)
+def feature_signs(features: int, device: torch.device) -> Tensor:
+    """Two columns of signs for all features of an output."""
+    return signs(torch.arange(features, device=device), 1, 2)
 
 
 def _left_signs(along: Sequence[Tensor]) -> Tensor:
