@@ -1,6 +1,7 @@
 """Sketches of shards add up to that of the whole, and places are where torch puts shards."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_audit.shards import local_of, place_of, whole_place
+from torch_audit.shards import flat_place, local_of, place_of, whole_place
 from torch_audit.sketch import PRIME, coverage, norm_of, sketch
 
 
@@ -40,6 +41,42 @@ def test_shards_along_any_axis_add_up(shape: tuple[int, ...]) -> None:
             covered += coverage(indices)
         assert torch.allclose(total, expected, rtol=1e-12, atol=1e-12)
         assert covered % PRIME == whole_place(shape).cover
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (6, 10), (3, 4, 5), (2, 3, 2, 3)])
+def test_ranges_of_a_flat_tensor_add_up(shape: tuple[int, ...]) -> None:
+    """Flat buffers are cut anywhere: a range is a few boxes of the tensor."""
+    whole = torch.randn(shape, generator=generator(), dtype=torch.float64)
+    expected = whole_sketch(whole)
+    indices = whole_place(shape).indices
+    flat = whole.reshape(-1)
+    for first in range(flat.numel() + 1):
+        for second in range(first, flat.numel() + 1):
+            total, covered = torch.zeros(17, dtype=torch.float64), 0
+            bounds = (0, first, second, flat.numel())
+            for start, stop in pairwise(bounds):
+                place = flat_place(shape, indices, shape, start, stop)
+                total += place.sketch(flat[start:stop])
+                covered += place.cover
+                assert place.count == stop - start
+            assert covered % PRIME == whole_place(shape).cover
+            assert torch.allclose(total, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_padding_of_a_flat_part_is_left_out() -> None:
+    """Rows 4 and 5 of 6, and 3 of 4 columns, are held with padding behind them."""
+    whole = torch.randn(6, 3, generator=generator(), dtype=torch.float64)
+    indices = (torch.arange(4, 6), torch.arange(3))
+    padded = torch.full((3, 4), 1e6, dtype=torch.float64)
+    padded[:2, :3] = whole[4:]
+    expected = sketch(whole[4:], indices)
+    total, count = torch.zeros(17, dtype=torch.float64), 0
+    for start, stop in ((0, 5), (5, 12)):
+        place = flat_place((6, 3), indices, (3, 4), start, stop)
+        total += place.sketch(padded.reshape(-1)[start:stop])
+        count += place.count
+    assert count == 6
+    assert torch.allclose(total, expected)
 
 
 def test_shards_that_overlap_or_leave_a_gap_do_not_cover() -> None:

@@ -61,7 +61,8 @@ class Outputs:
                 if tensor.requires_grad:
                     # The hook stays with the graph, and is gone with it.
                     act = partial(self._add_gradient, name, rows)
-                    tensor.register_hook(partial(self._guarded, act))
+                    graph: Any = tensor  # its stubs are not typed
+                    graph.register_hook(partial(self._guarded, act))
                 return
 
     def take(self) -> Iterator[tuple[ModuleRecord, Tensor]]:

@@ -44,7 +44,6 @@ from .records import (
     StepRecord,
 )
 from .shards import local_of, place_of, whole_place
-from .sketch import sketch
 
 
 class Refused(Exception):
@@ -369,7 +368,7 @@ class Recorder:
         for parameter in parameters:
             index = self._index[id(parameter)]
             place = self._named[index].place
-            rows[index] = sketch(local_of(parameter.detach()), place.indices)
+            rows[index] = place.sketch(local_of(parameter.detach()))
 
     def _gradients(self, kind: str, parameters: Iterable[Tensor]) -> None:
         rows = self._sketches.setdefault(kind, {})
@@ -384,7 +383,7 @@ class Recorder:
                 noted = self._record.parameters[index]
                 noted.summand = place.summand
                 noted.gradient_cover = place.cover
-            rows[index] = sketch(local_of(gradient), place.indices)
+            rows[index] = place.sketch(local_of(gradient))
 
     def _write(self) -> None:
         record = self._record
