@@ -70,12 +70,16 @@ def test_angles_of_16_bit_activations_are_those_of_float32_far_into_a_context() 
     size = 128
     cos, sin = Rope(THETA).angles(POSITIONS.unsqueeze(0), size, torch.bfloat16)
     angles = exact_angles(POSITIONS.unsqueeze(0), size).unsqueeze(-2)
-    for got, exact in ((cos, angles.cos()), (sin, angles.sin())):
+    for got, *halves in (
+        (cos, angles.cos(), angles.cos()),
+        (sin, -angles.sin(), angles.sin()),
+    ):
         assert got.dtype == torch.float32
-        assert got.shape == (1, len(POSITIONS), 1, size // 2)
-        assert bool(
-            ((got.double() - exact).abs() <= angle_error(angles)).all()
-        )
+        assert got.shape == (1, len(POSITIONS), 1, size)
+        for half, exact in zip(got.chunk(2, -1), halves, strict=True):
+            assert bool(
+                ((half.double() - exact).abs() <= angle_error(angles)).all()
+            )
 
 
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])

@@ -160,9 +160,9 @@ class HeadsAttention(nn.Module, ABC):
         if angles is None:
             cos, sin = self.rope.angles(positions, self.turned_dim, dtype)
         else:
-            # angles: (ropes, 2, B, T, 1, turned_dim / 2), computed once for all blocks
+            # angles: (ropes, 2, B, T, 1, turned_dim), computed once for all blocks
             cos, sin = angles[self.rope_number].unbind()
-        # cos, sin: (B, T, 1, turned_dim / 2)
+        # cos, sin: (B, T, 1, turned_dim)
         return lambda x: rotate(x, cos, sin, self.rope_pairs)
 
     def reset_buffers(self) -> None:

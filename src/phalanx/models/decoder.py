@@ -340,10 +340,10 @@ def _attend(
     a = block.attn(
         _through(block.attn_norm, x), positions, documents, noise, angles
     )
-    y: Tensor = x + block.attn_dropout(
-        _through(block.attn_post_norm, a), noise
-    )
-    return y
+    a = _through(block.attn_post_norm, a)
+    if noise is not None:
+        a = block.attn_dropout(a, noise)
+    return x + a
 
 
 def _add_mlp(
@@ -353,8 +353,10 @@ def _add_mlp(
     noise: Tensor | None,
 ) -> Tensor:
     """The end of a block: adds the MLP's output `m` (B, T, hidden) to the residual."""
-    y: Tensor = x + block.mlp_dropout(_through(block.mlp_post_norm, m), noise)
-    return y
+    m = _through(block.mlp_post_norm, m)
+    if noise is not None:
+        m = block.mlp_dropout(m, noise)
+    return x + m
 
 
 class Embed(nn.Module):

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .function import FrequentFunction
 
-class _RootMeanSquare(torch.autograd.Function):
+
+class _RootMeanSquare(FrequentFunction):
     """x / rms(x) * weight, saving only x and one number per row.
 
     Outside CUDA, `F.rms_norm` saves two float32 copies: 8 bytes per element of a bf16
@@ -22,7 +24,7 @@ class _RootMeanSquare(torch.autograd.Function):
         # (..., 1)
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         # (..., 1): 1 / rms
-        scale = torch.rsqrt(size.square() / x.shape[-1] + eps)
+        scale = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale * weight).to(x.dtype)
 
@@ -61,15 +63,15 @@ class RMSNorm(nn.Module):
             scale = 1.0 + self.weight.to(
                 torch.promote_types(x.dtype, torch.float32)
             )
-            z: Tensor = _RootMeanSquare.apply(x, scale, self.eps)  # type: ignore[no-untyped-call]
+            z: Tensor = _RootMeanSquare.call_or_apply(x, scale, self.eps)
             return z
         if x.is_cuda:  # one fused kernel that saves the same three tensors
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        y: Tensor = _RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        y: Tensor = _RootMeanSquare.call_or_apply(x, self.weight, self.eps)
         return y
 
 
-class _LayerNormalized(torch.autograd.Function):
+class _LayerNormalized(FrequentFunction):
     """`F.layer_norm` with its statistics and its sums over tokens in float32.
 
     On a CPU torch computes both in x's dtype: a bias gradient in bfloat16 is off by 5 %
@@ -110,7 +112,7 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cpu and x.dtype == torch.bfloat16:
             given = x, self.weight, self.bias, self.eps
-            y: Tensor = _LayerNormalized.apply(*given)  # type: ignore[no-untyped-call]
+            y: Tensor = _LayerNormalized.call_or_apply(*given)
             return y
         return super().forward(x)
 

@@ -87,7 +87,10 @@ class Rope:
     def angles(
         self, positions: Tensor, head_dim: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, each (B, T, 1, head_dim / 2), in float32 or wider."""
+        """Factors of `rotate`, each (B, T, 1, head_dim), in float32 or wider.
+
+        The cosine of each feature's angle, and its sine, negated in the first half.
+        """
         wide = torch.promote_types(dtype, torch.float32)
         half = (
             torch.arange(0, head_dim, 2, device=positions.device, dtype=wide)
@@ -101,43 +104,45 @@ class Rope:
         # (B, T, 1, head_dim / 2): the same for all heads
         times = positions.to(wide).unsqueeze(-1)
         angle = (times * frequency).unsqueeze(-2)
+        cos, sin = angle.cos(), angle.sin()
         if self.scaling is not None and self.scaling.attention != 1:
-            return (
-                angle.cos() * self.scaling.attention,
-                angle.sin() * self.scaling.attention,
-            )
-        return angle.cos(), angle.sin()
+            cos = cos * self.scaling.attention
+            sin = sin * self.scaling.attention
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def shared_angles(
     ropes: Sequence[Rope], positions: Tensor, head_dim: int, dtype: torch.dtype
 ) -> Tensor:
-    """The angles of all blocks: (ropes, 2, B, T, 1, head_dim / 2), cosine first."""
+    """The angles of all blocks: (ropes, 2, B, T, 1, head_dim), cosine first."""
     # 16-bit angles would be wrong from position 256 on, so the activations' dtype is
     # only a lower bound.
-    pairs = (rope.angles(positions, head_dim, dtype) for rope in ropes)
-    return torch.stack([torch.stack(pair) for pair in pairs])
+    factors = [
+        factor
+        for rope in ropes
+        for factor in rope.angles(positions, head_dim, dtype)
+    ]
+    return torch.stack(factors).unflatten(0, (-1, 2))
 
 
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves"
 ) -> Tensor:
-    """Rotate `x` (B, T, heads, head_dim): feature i pairs with feature i + head_dim / 2
-    ("halves").
+    """Rotate `x` (B, T, heads, head_dim) by the angles whose factors `Rope.angles` returns.
+
+    Feature i pairs with feature i + head_dim / 2 ("halves").
 
     Published weights in the Hugging Face format pair features this way. Meta's own and
     DeepSeek's pair `neighbours`. Those come out in halves too: queries and keys are
     permuted alike, so scores are the same.
     """
     wide = x.to(cos.dtype)
-    first, second = (
-        wide.chunk(2, -1)
-        if pairs == "halves"
-        else (wide[..., ::2], wide[..., 1::2])
-    )
-    # first, second: (B, T, heads, head_dim / 2)
-    # The rotation (a, b) to (a cos - b sin, b cos + a sin), in float32 or wider.
-    turned = torch.cat(
-        (first * cos - second * sin, second * cos + first * sin), -1
-    )
+    half = x.shape[-1] // 2
+    if pairs == "neighbours":
+        # (B, T, heads, head_dim / 2, 2) to halves
+        wide = wide.unflatten(-1, (half, 2)).mT.flatten(-2)
+    # Each feature times its cosine, plus its partner times the sine: (a, b) becomes
+    # (a cos - b sin, b cos + a sin), in float32 or wider. Computing each half apart has
+    # the same bits, but starts seven kernels in place of four and takes 1.3 of the time.
+    turned = wide * cos + wide.roll(half, -1) * sin
     return turned.to(x.dtype)

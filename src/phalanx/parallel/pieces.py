@@ -33,6 +33,7 @@ from ..comm import Work
 from ..models import ExpertProducts, LoraLinear
 from ..models.decoder import Head
 from ..models.experts import TERMS, loss_router
+from ..models.function import FrequentFunction
 from ..models.loss import ChunkedLogits, CrossEntropy
 from .compile import CompiledModule, Factors
 from .data import Unit
@@ -179,19 +180,7 @@ class _Kept:
     whole: Callable[[], None] | None = None  # a backward postponed as a whole
 
 
-class _Function(torch.autograd.Function):
-    """Base class of autograd functions: `call` is `apply` without its checks.
-
-    Those take a fifth of its time. No torch.func transform and no compiler sees these
-    functions.
-    """
-
-    @classmethod
-    def call(cls, *args: Any) -> Any:
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
-
-
-class _Edge(_Function):
+class _Edge(FrequentFunction):
     """A piece's input as autograd sees it. A leaf would keep the input's storage alive."""
 
     @staticmethod
@@ -217,7 +206,7 @@ class _Factor(NamedTuple):
     spec: MatmulSpec
 
 
-class _Product(_Function):
+class _Product(FrequentFunction):
     """A matmul with a weight whose backward adds the weight's gradient to its unit.
 
     If there is a list `pending`, backward appends the gradient's factors to it instead.

@@ -208,13 +208,11 @@ class Executor:
         read. On a GPU a step that is not `timed` has no spans, as reading its events
         takes time.
         """
-        # Scalars of a step, in float64 on the device.
-        number = partial(
-            torch.full,
-            (1,),
-            dtype=torch.float64,
-            device=self.local.pool.device,
-        )
+        # Numbers of a step, in float64 on the device.
+        wide: Any = {
+            "dtype": torch.float64,
+            "device": self.local.pool.device,
+        }
         self.batches = batches
         # by microbatch, with the values that pieces derive from it
         self.completed: dict[int, Batch] = {}
@@ -237,13 +235,15 @@ class Executor:
         self.under_way: dict[Op, tuple[Work, Any]] = {}
         # of experts, from a forward to its backward
         self.choices: dict[Key, Choices] = {}
-        self.loss, self.count = number(0.0), number(1.0)
+        self.loss, self.count = torch.zeros(1, **wide), torch.ones(1, **wide)
+        # the token count of all ranks, or 1 if the step counts none
+        self.divisor = self.count
         # Of microbatches, until their backward.
         self.losses: dict[int, Tensor] = {}
-        self.metrics = number(0.0).expand(len(self.measure.metrics)).clone()
+        self.metrics = torch.zeros(len(self.measure.metrics), **wide)
         self.totals.begin(len(batches), 1 + len(self.measure.metrics))
         # all tokens, with or without a target: the divisor of routers' losses
-        self.tokens = number(1.0)
+        self.tokens = self.count
         self.norm: Tensor | None = None
         # reduced over all ranks, by the result's field names
         self.sums: dict[str, Tensor] = {}
@@ -456,6 +456,7 @@ class Executor:
         def counted() -> None:
             total = self.totals.counted(sums, len(kinds))
             self.count, self.tokens = total[:1], total[1:]
+            self.divisor = self.count.where(self.count != 0.0, 1.0)
 
         return ChainedWork(
             self.local.groups.count.all_reduce(sums, wait=False), counted
@@ -486,7 +487,7 @@ class Executor:
             squares, losses = self.totals.agreed(sums[1:])
             self.norm = squares.sqrt() / self._loss_scale
             self._use_sums(torch.cat((losses[:1], sums[:1])))
-            self.metrics = losses[1:] / self._divisor
+            self.metrics = losses[1:] / self.divisor
             self.scale = Scale.of(self.norm, self.clip, self._loss_scale)
 
         return ChainedWork(
@@ -497,15 +498,12 @@ class Executor:
         """Take the values that were reduced with the norm: the loss, and the number of
         ranks that want to stop."""
         assert self.norm is not None
-        total = sums[:1] / self._divisor
-        # A NaN loss makes the norm NaN, so that no rank updates anything.
-        self.norm = self.norm.where(total.isfinite(), math.nan)
+        total = sums[:1] / self.divisor
+        # A loss that is not finite makes the norm NaN, so that no rank updates anything.
+        # Zero times a finite loss is zero, and times any other it is NaN: two kernels,
+        # where `isfinite` and `where` start six.
+        self.norm = self.norm + total * 0.0
         self.sums = {"total": total, "stops": sums[1:]}
-
-    @property
-    def _divisor(self) -> Tensor:
-        """The token count of all ranks, or 1 if the step counts none."""
-        return self.count.where(self.count != 0.0, 1.0)
 
     @property
     def _loss_scale(self) -> float:
@@ -583,7 +581,7 @@ class Executor:
         piece = self.local.pieces[p]
         if piece.last:  # a step without valid tokens has zero gradients
             # The loss is a mean over the valid tokens of all ranks.
-            gradients = piece.seed(m, self._loss_scale / self._divisor)
+            gradients = piece.seed(m, self._loss_scale / self.divisor)
         else:
             gradients = self.gradients.pop((p, m))
         if piece.loss_router:
@@ -959,8 +957,8 @@ class StepClock:
     start: Callable[[], Any] = staticmethod(time.perf_counter)
     end: Callable[[], Any] = staticmethod(time.perf_counter)
 
-    def seconds(self, moment: Any) -> float:
-        return float(moment)
+    # A moment in seconds of `time.perf_counter`.
+    seconds: Callable[[Any], float] = staticmethod(float)
 
 
 class DeviceClock(StepClock):

@@ -55,12 +55,16 @@ class Scale(NamedTuple):
     @classmethod
     def of(cls, norm: Tensor, clip: float, loss_scale: float) -> Scale:
         # Gradients carry the loss scale: divide by it.
-        factor = torch.full_like(norm, 1.0 / loss_scale)
         if clip:
             # like torch's clip_grad_norm_, including its 1e-6
-            factor = factor * (clip / (norm + 1e-6)).clamp(max=1.0)
-        # 1 leaves weights and state of the fused kernels untouched.
-        skip = (~norm.isfinite()).float()
+            factor = (clip / (norm + 1e-6)).clamp_(max=1.0)
+            if loss_scale != 1.0:
+                factor /= loss_scale
+        else:
+            factor = torch.full_like(norm, 1.0 / loss_scale)
+        # 1 leaves weights and state of the fused kernels untouched. Zero times a number
+        # that is not finite is NaN, which differs from zero.
+        skip = (norm * 0.0).ne(0.0).float()
         return cls(
             factor, factor.reciprocal().float(), skip, 1.0 - skip.view(())
         )
