@@ -343,7 +343,8 @@ def _attend(
     a = _through(block.attn_post_norm, a)
     if noise is not None:
         a = block.attn_dropout(a, noise)
-    return x + a
+    y: Tensor = x + a
+    return y
 
 
 def _add_mlp(
@@ -356,7 +357,8 @@ def _add_mlp(
     m = _through(block.mlp_post_norm, m)
     if noise is not None:
         m = block.mlp_dropout(m, noise)
-    return x + m
+    y: Tensor = x + m
+    return y
 
 
 class Embed(nn.Module):

@@ -24,7 +24,8 @@ class _RootMeanSquare(FrequentFunction):
         # (..., 1)
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         # (..., 1): 1 / rms
-        scale = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        mean: Tensor = size.square_().div_(x.shape[-1])
+        scale = mean.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale * weight).to(x.dtype)
 

@@ -122,7 +122,8 @@ def shared_angles(
         for rope in ropes
         for factor in rope.angles(positions, head_dim, dtype)
     ]
-    return torch.stack(factors).unflatten(0, (-1, 2))
+    stacked = torch.stack(factors)
+    return stacked.view(len(ropes), 2, *stacked.shape[1:])
 
 
 def rotate(
@@ -140,7 +141,7 @@ def rotate(
     half = x.shape[-1] // 2
     if pairs == "neighbours":
         # (B, T, heads, head_dim / 2, 2) to halves
-        wide = wide.unflatten(-1, (half, 2)).mT.flatten(-2)
+        wide = wide.reshape(*x.shape[:-1], half, 2).mT.flatten(-2)
     # Each feature times its cosine, plus its partner times the sine: (a, b) becomes
     # (a cos - b sin, b cos + a sin), in float32 or wider. Computing each half apart has
     # the same bits, but starts seven kernels in place of four and takes 1.3 of the time.
