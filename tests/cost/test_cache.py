@@ -55,6 +55,17 @@ def test_the_cache_gives_what_weighing_gives(tmp_path: Path) -> None:
             assert pieces.head(1) == piece_costs(build_model(TINY), cut, 1)[-1]
 
 
+def test_the_cache_has_the_memory_of_a_head_whose_logits_fill_a_chunk(
+    tmp_path: Path,
+) -> None:
+    shape, cut = replace(Shape.load("1b"), layers=1), Layout.parse("tp4 seq")
+    pieces = cached_costs(shape, [cut], sequence=1024, place=tmp_path)[cut]
+    for rows, within in ((2, 0.0), (4, 0.0), (8, 0.0), (11, 0.1), (16, 0.0)):
+        due = piece_costs(build_model(shape), cut, rows, sequence=1024)[-1]
+        told = pieces.head(rows).temporary
+        assert told == pytest.approx(due.temporary, rel=within)
+
+
 CODE = """
 import sys
 from pathlib import Path

@@ -373,11 +373,12 @@ def test_a_price_takes_the_chunk_that_a_gpu_has() -> None:
     assert chunked.LARGE_CHUNK == LOGITS_CHUNK
 
 
+@pytest.mark.parametrize("text", ["", "pp2 zb-h1:4", "tp2 seq pp2 zb-h1:4"])
 def test_a_price_of_whole_logits_is_the_cost_of_a_head_that_has_them(
-    monkeypatch: pytest.MonkeyPatch,
+    text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = replace(Shape.load("8b"), layers=1)
-    layout, tokens = Layout.parse("bf16"), 8192
+    shape = replace(Shape.load("8b"), layers=2)
+    layout, tokens = Layout.parse(f"{text} bf16"), 8192
 
     def cost() -> PieceCost:
         model = build_model(shape)
@@ -389,12 +390,16 @@ def test_a_price_of_whole_logits_is_the_cost_of_a_head_that_has_them(
     software = Software(SoftwareProfile(loss="over"), layout)
     of = Tokens(shape, float(tokens), layout)
     came = makes_loss(PieceWork(ours), software, of).cost
-    assert due.kept - ours.kept > 2e9
+    assert due.kept - ours.kept > 1e9
     assert came.kept == pytest.approx(due.kept, rel=0.01)
-    assert came.temporary == pytest.approx(due.temporary, rel=0.1)
+    assert came.kept_after_i == pytest.approx(due.kept_after_i, rel=0.01)
+    assert came.temporary == pytest.approx(due.temporary, rel=0.2)
     for mine, theirs in (
         (came.forward, due.forward),
         (came.input_gradient, due.input_gradient),
+        (came.weight_gradient, due.weight_gradient),
+        (came.recompute, due.recompute),
     ):
         assert mine.flops == theirs.flops
-        assert mine.moved == pytest.approx(theirs.moved, rel=0.02)
+        assert mine.messages == theirs.messages
+        assert mine.moved == pytest.approx(theirs.moved, rel=0.05)

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, fields, replace
@@ -38,8 +39,10 @@ from ..program import (
 )
 
 _LOG = logging.getLogger(__name__)
-_FORMAT = 4
-_MANY = 16  # rows: a microbatch is seldom larger
+_FORMAT = 5
+# Rows at which temporary bytes are costed in addition to 1 and 2. A microbatch is
+# seldom larger.
+_MORE_ROWS = (4, 8, 16)
 _SOURCE = Path(__file__).parents[1]
 _FILES = "comm/regions.py comm/tally.py layout/kinds.py layout/pieces.py layout/rules.py program/load.py"
 _RUN = ("models/*.py", "parallel/*.py", "cost/*.py", *_FILES.split())
@@ -134,7 +137,7 @@ def _costed(
     """The costs of these cuts as the file stores them.
 
     For each piece its kind. For each kind the costs of its parts with 1 row and 2 rows,
-    and the temporary bytes with `_MANY` rows.
+    and the temporary bytes with each of `_MORE_ROWS`.
     """
     from ..parallel import build_model, load_model
     from ..parallel.experts import cut_blocks
@@ -147,18 +150,17 @@ def _costed(
     kinds = alike(made)
     entries, outputs = {}, dict[Any, Any]()
     for cut in cuts:
-        # 1 and 2 rows give the line, _MANY the slope of the temporary bytes.
         all_rows = cost_kinds(
             made,
             cut,
-            (1, 2, _MANY),
+            (1, 2, *_MORE_ROWS),
             sequence=sequence,
             target=target,
             known=outputs,
         )
         costs = [
-            [astuple(one), astuple(two), many.temporary]
-            for one, two, many in zip(*all_rows, strict=True)
+            [astuple(one), astuple(two), [each.temporary for each in more]]
+            for one, two, *more in zip(*all_rows, strict=True)
         ]
         # A block may be three pieces here; `kinds` are those of whole blocks.
         rows = model_rows(made, cut)
@@ -175,8 +177,8 @@ def _costed(
 
 def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
     costs = [
-        _at(cost_of_row(one), cost_of_row(two), float(many))
-        for one, two, many in entry["costs"]
+        _at(cost_of_row(one), cost_of_row(two), tuple(map(float, more)))
+        for one, two, more in entry["costs"]
     ]
     parts = (tuple(costs[cost] for cost in each) for each in entry["parts"])
     kinds: Sequence[int] = entry["kinds"]
@@ -190,26 +192,41 @@ def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
 
 
 def _at(
-    one: PieceCost, two: PieceCost, many: float
+    one: PieceCost, two: PieceCost, more: tuple[float, ...]
 ) -> Callable[[float], PieceCost]:
     """The cost of a piece as a function of rows.
 
-    All numbers are linear in rows except the temporary peak. It is the maximum of
-    several lines, one for each moment. So a chord is never below it, and beyond the
-    chord's end it follows the steepest line.
+    All numbers are linear in rows except the temporary peak, which is read between the
+    rows at which it was costed. It is the maximum of several lines, one for each
+    moment, and a chord is never below it. In the head one of the lines ends at the rows
+    that fill a chunk of logits; there a chord is too low by a part of one chunk.
     """
     line = at_rows(one, two)
-    # The chord from 2 rows to _MANY rows.
-    slope = (many - two.temporary) / (_MANY - 2)
+    costed_at = (2, *_MORE_ROWS)
+    temporary = (two.temporary, *more)
 
     @cache  # a search asks for few different numbers of rows, but often
     def costed(rows: float) -> PieceCost:
         cost = line(rows)
         if rows <= 2:
             return cost
-        return replace(cost, temporary=two.temporary + slope * (rows - 2))
+        return replace(cost, temporary=_read_at(rows, costed_at, temporary))
 
     return costed
+
+
+def _read_at(
+    rows: float, known: Sequence[int], values: Sequence[float]
+) -> float:
+    """The value at some rows, on the line through the values on both sides.
+
+    Beyond the last known rows it follows the last line.
+    """
+    last = len(known) - 1
+    right = min(bisect_left(known, rows), last)
+    left = right - 1
+    slope = (values[right] - values[left]) / (known[right] - known[left])
+    return values[right] + slope * (rows - known[right])
 
 
 # ---- values as JSON
@@ -296,8 +313,8 @@ def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
     known: dict[str, Any] = json.loads(file.read_bytes())
     # Converted once and thrown away: a damaged file shows here.
     for entry in known.values():
-        for one, two, many in entry["costs"]:
-            cost_of_row(one), cost_of_row(two), float(many)
+        for one, two, more in entry["costs"]:
+            cost_of_row(one), cost_of_row(two), tuple(map(float, more))
         tuple(map(int, sum(entry["parts"], entry["kinds"])))
         if "rows" in entry:
             _read_rows(entry)

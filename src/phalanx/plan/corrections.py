@@ -22,6 +22,8 @@ from .profile import SoftwareProfile
 KEPT_SCORES = 5.0
 # Bytes of its backward for each score: the gradients of the softmax and of its input.
 SCORE_GRADIENTS = 4.0
+# Bytes moved per 16-bit gradient element added to a 32-bit one, as costs assume.
+ADDING = 10.0
 
 
 class LossBytes(NamedTuple):
@@ -213,31 +215,74 @@ def _keeps(
     return replace(work, cost=replace(work.cost, kept=kept))
 
 
+# Kernels that our head starts in its backward, and a head with whole logits elsewhere:
+# in the forward, and in the weight gradient of a divided backward.
+_LOSS_STARTS, _WEIGHT_STARTS = 5.0, 2.0
+# Bytes that our forward reads for each logit, if ranks of tp share the vocabulary: it
+# takes the maxima of the logits and of their softmax, in float32.
+_SHARED_SUMS = 8.0
+
+
 def _with_whole_logits(
     cost: PieceCost, software: Software, shape: Shape, logits: float
 ) -> PieceCost:
     """The cost of our head ("chunks") as if the logits existed as a whole ("over").
 
-    The first of the backward's products makes the logits, and moves to the forward with
-    the reading of the softmax.
+    Our backward makes the logits, reads their softmax and multiplies their gradient
+    with the weight and the input, all in one operation. Here the logits and the softmax
+    belong to the forward, which recomputation repeats. In a divided backward the
+    weight's gradient is an operation of its own. Until then the gradient of the logits
+    stays, which has replaced them.
     """
-    made, *others = cost.input_gradient.products
+    back = cost.input_gradient
+    made, into_input, *into_weight = back.products
     # Before the soft cap and after it.
     copies = 2 if shape.logit_softcap else 1
     width = copies * software.width
-    moved = logits * LOSSES["over"].forward
+    read = LOSSES["over"].forward
+    if software.cut.tp > 1:
+        read += _SHARED_SUMS
+    moved = logits * read
     chunk = min(logits, LOGITS_CHUNK)
-    back = cost.input_gradient
+    # Ranks of tp agree on the softmax; their last message is the input's gradient.
+    agreed = back.messages[:-1]
+    forward = replace(
+        cost.forward,
+        products=(made,),
+        moved=cost.forward.moved + moved,
+        launches=cost.forward.launches + _LOSS_STARTS,
+        messages=cost.forward.messages + agreed,
+    )
+    back = replace(
+        back,
+        products=(into_input, *into_weight),
+        moved=back.moved - moved,
+        launches=back.launches - _LOSS_STARTS,
+        messages=back.messages[len(agreed) :],
+    )
+    later, kept_later = cost.weight_gradient, cost.kept + logits * width
+    if software.cut.splits_backward and into_weight:
+        (product,) = into_weight
+        added = ADDING * product.m * product.n
+        later = Load((product,), (), added, _WEIGHT_STARTS)
+        back = replace(
+            back,
+            products=(into_input,),
+            moved=back.moved - added,
+            launches=back.launches - _WEIGHT_STARTS,
+        )
+        # The two factors of the product: gradient of the logits, and the input.
+        inputs = product.k * product.n
+        kept_later = software.width * (logits + inputs)
     return replace(
         cost,
         kept=cost.kept + logits * width,
+        kept_after_i=kept_later,
         temporary=max(0.0, cost.temporary - chunk * width),
-        forward=replace(
-            cost.forward, products=(made,), moved=cost.forward.moved + moved
-        ),
-        input_gradient=replace(
-            back, products=tuple(others), moved=back.moved - moved
-        ),
+        forward=forward,
+        input_gradient=back,
+        weight_gradient=later,
+        recompute=forward,
     )
 
 

@@ -25,7 +25,7 @@ from ..program import (
     ops,
 )
 from .case import Case
-from .corrections import BLOCK, HEAD, Software, Tokens, corrected, of_tokens
+from .corrections import ADDING, BLOCK, HEAD, Software, Tokens, corrected, of_tokens
 from .hardware import SLOWED, Hardware
 from .profile import SCORES, SoftwareProfile
 
@@ -35,8 +35,6 @@ from .profile import SCORES, SoftwareProfile
 _SCORES_FORWARD, _SCORES_BACKWARD = 9.0, 11.0
 # share of elementwise traffic that remains if neighbouring operations are fused
 FUSED = 0.5
-# bytes moved per 16-bit gradient element added to a 32-bit one, as costs assume
-_ADDING = 10.0
 _STARTS = (
     4.0  # starting a message takes as long as starting so many operations
 )
@@ -238,7 +236,7 @@ def op_parts(
         moved=rates.move(load.moved - added),
         # Added bytes are priced apart: some software fuses the addition into a
         # product.
-        added=rates.move(added * profile.adding / _ADDING),
+        added=rates.move(added * profile.adding / ADDING),
         host=(load.launches + _STARTS * len(load.messages)) * rates.launch,
         calls=float(len(load.messages)),
         members=members,
@@ -406,6 +404,10 @@ def parts_of(
     ) -> PieceParts:
         return piece_parts(cost, hardware, profile, cut, dtype, kind(0.0))
 
+    def head_cost(rows: float) -> PieceCost:
+        of = Tokens.of(replace(case, rows=rows), cut)
+        return of_tokens(HEAD, kinds.head(rows), software, of)
+
     def block(kind: CostedPiece) -> PieceParts:
         if len(kind.parts) == 1:
             cost = kind(case.rows)
@@ -428,13 +430,9 @@ def parts_of(
         return _whole(tuple(parts))
 
     embed = priced(kinds.embed(case.rows), cut.precision, kinds.embed)
-    head = of_tokens(
-        HEAD, kinds.head(case.rows), software, Tokens.of(case, cut)
-    )
+    head = priced(head_cost(case.rows), cut.precision, head_cost)
     blocks = map(block, kinds.blocks)
-    return ByKind(
-        (embed, *blocks, priced(head, cut.precision, kinds.head)), kinds.kinds
-    )
+    return ByKind((embed, *blocks, head), kinds.kinds)
 
 
 def _whole(parts: tuple[PieceParts, ...]) -> PieceParts:
