@@ -45,6 +45,10 @@ _ATTENTION = {
     torch.ops.phalanx.ring.default,
 }
 _COSTLY = _PRODUCTS | _ATTENTION | {_region}
+# A matmul whose output is so many times as wide as its input costs little for each byte
+# that it makes: up-projections of latent attention, and factors of adapters. DeepSeek-V3
+# (2024, section 3.2.3) computes its up-projections again.
+_EXPANDS = 8
 # Operations that read no values in backward. A block ends in sums, views and dropout: a
 # scaling, and a selection that saves its mask.
 _ASK_NOTHING = {
@@ -54,6 +58,10 @@ _ASK_NOTHING = {
 
 def is_kept(func: Any, args: Sequence[Any]) -> bool:
     """True if an operation's output is kept, rather than computed or gathered again."""
+    if func is _aten.mm.default:
+        _, weight = args
+        narrow, wide = weight.shape
+        return bool(wide < _EXPANDS * narrow)
     return func in _COSTLY and not (
         func is _region and args[1] == "gather_sum"
     )

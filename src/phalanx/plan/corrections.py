@@ -176,19 +176,122 @@ class Tokens(NamedTuple):
     tokens: float  # on a rank of cp
     cut: Layout
     sparse: bool = False  # a block with experts
+    narrow: bool = False  # its products are in 8 bits or fewer
+    busy: float = 1.0  # tokens at this rank's experts, relative to the mean
 
     @classmethod
-    def of(cls, case: Case, cut: Layout, *, sparse: bool = False) -> Tokens:
-        return cls(case.shape, case.rows * case.sequence / cut.cp, cut, sparse)
+    def of(
+        cls,
+        case: Case,
+        cut: Layout,
+        *,
+        sparse: bool = False,
+        narrow: bool = False,
+        busy: float = 1.0,
+    ) -> Tokens:
+        tokens = case.rows * case.sequence / cut.cp
+        return cls(case.shape, tokens, cut, sparse, narrow, busy)
+
+    @property
+    def gated(self) -> float:
+        """Features of a gated MLP's product for each token, outside of routed experts."""
+        shape = self.shape
+        if self.sparse:
+            return shape.expert_ffn * shape.shared_experts
+        return shape.ffn
+
+    @property
+    def copies(self) -> float:
+        """The number of ranks of tp that hold a token's hidden features."""
+        return 1.0 if self.cut.seq else float(self.cut.tp)
+
+    @property
+    def routed(self) -> float:
+        """Copies of a token that this rank's experts take."""
+        return self.shape.top_k * self.busy
 
 
 def fuses_gated_mlp(
     work: PieceWork, software: Software, of: Tokens
 ) -> PieceWork:
-    """Compute gate and product in one kernel, which keeps nothing in between."""
-    if not (software.profile.fused and of.shape.gated) or of.sparse:
+    """Compute gate and product in one kernel, which keeps nothing in between.
+
+    Some software does not keep the product either, and computes it again.
+    """
+    return _keeps(work, software, of, -_gated_mlp(software, of) * of.gated)
+
+
+def _gated_mlp(software: Software, of: Tokens) -> float:
+    """The number of activations as wide as an MLP that software does not keep."""
+    profile = software.profile
+    if not of.shape.gated:
+        return 0.0
+    one_kernel = profile.fused or profile.fused_gate
+    return float(one_kernel) + float(profile.drops_product)
+
+
+def keeps_narrow_inputs(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
+    """Keep the inputs of products in 8 bits instead of 16, under fp8.
+
+    The outputs of norms and of the gated MLP have no other reader. The output of
+    attention is read by its own backward, so its narrow copy is one more
+    (TransformerEngine, `LayerNormLinear` and `Linear`).
+    """
+    if not (software.profile.narrow_inputs and of.narrow):
         return work
-    return _keeps(work, software, of, -of.shape.ffn)
+    shape = of.shape
+    norms = 2.0 * shape.hidden * of.copies
+    product = 0.0 if software.profile.drops_product else of.gated
+    more = shape.heads * shape.head_dim - norms - product
+    return _keeps(work, software, of, more / software.width)
+
+
+# ---- for the parts of a block with experts
+
+
+def fuses_experts(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
+    """Run routed experts as `fuses_gated_mlp` and `keeps_narrow_inputs` say.
+
+    The tokens that arrive have no other reader than the experts' first products.
+    """
+    shape, profile = of.shape, software.profile
+    less = _gated_mlp(software, of) * shape.expert_ffn
+    if profile.narrow_inputs and of.narrow:
+        product = 0.0 if profile.drops_product else shape.expert_ffn
+        less += (shape.hidden * of.copies + product) / software.width
+    return _keeps(work, software, of, -less * of.routed)
+
+
+def weighs_results_early(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
+    """Weight an expert's result before its last product.
+
+    A gate's gradient then needs the experts' inner activations, which are kept anyway,
+    and not the results that have come back.
+    """
+    if not software.profile.fused_experts:
+        return work
+    results = of.shape.top_k * of.shape.hidden * of.copies
+    return _keeps(work, software, of, -results)
+
+
+def leaves_experts_alone(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
+    """Recompute nothing of the experts under selective recomputation.
+
+    Narrow experts keep little besides the outputs of their products, which selective
+    recomputation keeps.
+    """
+    if not (software.profile.fused_experts and software.selective):
+        return work
+    cost = replace(work.cost, selected=work.cost.kept, recompute=Load())
+    return replace(work, cost=cost)
 
 
 def keeps_rotated_values(
@@ -211,8 +314,11 @@ def _keeps(
     work: PieceWork, software: Software, of: Tokens, features: float
 ) -> PieceWork:
     """The work with `features` more activations kept for each token."""
-    kept = work.cost.kept + features * (of.tokens / of.cut.tp) * software.width
-    return replace(work, cost=replace(work.cost, kept=kept))
+    cost = work.cost
+    more = features * (of.tokens / of.cut.tp) * software.width
+    # A piece keeps its input at least, which it does not own.
+    kept = max(0.0, cost.kept + more)
+    return replace(work, cost=replace(cost, kept=kept))
 
 
 # Kernels that our head starts in its backward, and a head with whole logits elsewhere:
@@ -318,7 +424,15 @@ def makes_loss(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
 OfPiece = Callable[[PieceWork, Software], PieceWork]
 OfTokens = Callable[[PieceWork, Software, Tokens], PieceWork]
 
-BLOCK: Sequence[OfTokens] = (fuses_gated_mlp, keeps_rotated_values)
+BLOCK: Sequence[OfTokens] = (
+    fuses_gated_mlp,
+    keeps_rotated_values,
+    keeps_narrow_inputs,
+)
+EXPERTS: Sequence[OfTokens] = (fuses_experts, leaves_experts_alone)
+COMBINE: Sequence[OfTokens] = (weighs_results_early, leaves_experts_alone)
+# A block with experts in one piece.
+WHOLE: Sequence[OfTokens] = (*BLOCK, fuses_experts, weighs_results_early)
 HEAD: Sequence[OfTokens] = (makes_loss,)
 EVERY_PIECE: Sequence[OfPiece] = (
     gathers_columns_again,

@@ -30,9 +30,16 @@ _AMPERE_FLOPS = {"flash-1": 828.0, "flash-2": 1387.0}
 STREAM = (
     0.85  # share of the memory's stated bandwidth in long reads and writes
 )
-# Extra bytes for each element of an fp8 matmul's inputs, moved by the kernels that
-# round them.
-_QUANTISED = 1.0
+FP4 = "fp4"  # NVFP4 and MXFP4, which only tables of published runs have
+NARROW = (FP8, FP4)  # formats of matmuls that inputs are rounded to
+# Bytes of an element of a matmul's inputs. 16 elements of NVFP4 share a scale of 8 bits.
+_WIDTHS = {name: float(dtype.bytes) for name, dtype in DTYPES.items()}
+_WIDTHS[FP4] = 0.5 + 1 / 16
+# Extra bytes for each element of a narrow matmul's inputs, moved by the kernels that
+# round them. NVFP4 has a scale for the whole tensor as well: each tensor, an input of two
+# matmuls, is read once more for its largest value (NVIDIA 2025, Pretraining LLMs with
+# NVFP4). Assumed: no time was measured.
+_QUANTISED = {FP8: 1.0, FP4: 2.0}
 # Tiles of a matmul, and the relative rate of each size.
 _TILES = ((128, 256), (128, 128), (64, 128))
 _TILE_RATE = (1.0, 0.97, 0.8)
@@ -93,6 +100,11 @@ class Roofline:
     device: Device
     launch: float = 5e-6
 
+    @staticmethod
+    def multiplies(dtype: str) -> bool:
+        """True if there is a price for matmuls in a format."""
+        return dtype in _WIDTHS
+
     def reached(self, dtype: str) -> float:
         """FLOP/s of the best matmul: measured, or assumed from the peak."""
         # A catalogued rate is in TFLOP/s; all rates here are in FLOP/s.
@@ -118,9 +130,9 @@ class Roofline:
         )
 
     def product(self, p: Product, dtype: str) -> float:
-        if dtype not in DTYPES:
+        if dtype not in _WIDTHS:
             raise MachineError(f"there is no price for {dtype} matmuls.")
-        width = DTYPES[dtype].bytes
+        width = _WIDTHS[dtype]
         # Elements of both factors, which the matmul reads.
         taken = p.batch * (p.m * p.k + p.k * p.n)
         rate = self.reached(dtype) * self._shape(p)
@@ -129,7 +141,7 @@ class Roofline:
         time = max(
             p.flops / rate, self.move(width * (taken + p.batch * p.m * p.n))
         )
-        return time + (self.move(_QUANTISED * taken) if dtype == FP8 else 0.0)
+        return time + self.move(_QUANTISED.get(dtype, 0.0) * taken)
 
     def _shape(self, p: Product) -> float:
         """The share of the best rate, by whole tiles, whole waves and depth."""

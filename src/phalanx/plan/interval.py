@@ -19,6 +19,7 @@ from statistics import fmean
 from ..layout import Shape
 from ..layout.choices import FP8
 from .case import Case
+from .hardware import NARROW as NARROW_FORMATS
 from .hardware import Hardware, Roofline
 from .profile import SoftwareProfile
 
@@ -33,7 +34,6 @@ _MESSAGES = (
     "data",
     "pipe",
 )
-FP4 = "fp4"  # occurs in tables of published runs
 _DEVICES = 8.0  # up to this many devices do not widen the range
 BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL = (
     "base",
@@ -143,7 +143,7 @@ def amounts(
         BASE: 1.0,
         MACHINE: float(hardware.measured),
         SOFTWARE: 0.0 if profile.known else 1.0,
-        NARROW: float(dtype in (FP8, FP4)),
+        NARROW: float(dtype in NARROW_FORMATS),
         EXPERTS: float(case.shape.experts > 0),
         # In doublings: of the number of devices, and of tp beyond one server.
         SCALE: max(0.0, math.log2(layout.ranks / _DEVICES)),

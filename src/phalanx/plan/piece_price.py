@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..layout import ByKind, Layout
-from ..layout.choices import FP8
+from ..layout.choices import FP8, MATMULS
 from ..program import (
     AttentionLoad,
     CostedPiece,
@@ -25,8 +25,19 @@ from ..program import (
     ops,
 )
 from .case import Case
-from .corrections import ADDING, BLOCK, HEAD, Software, Tokens, corrected, of_tokens
-from .hardware import SLOWED, Hardware
+from .corrections import (
+    ADDING,
+    BLOCK,
+    COMBINE,
+    EXPERTS,
+    HEAD,
+    WHOLE,
+    Software,
+    Tokens,
+    corrected,
+    of_tokens,
+)
+from .hardware import NARROW, SLOWED, Hardware
 from .profile import SCORES, SoftwareProfile
 
 # Bytes per score that attention with stored scores moves beside its products. One
@@ -398,6 +409,10 @@ def parts_of(
         FP8 if cut.matmul and not hardware.cores else cut.precision
     )
     software = Software(profile, cut)
+    narrow = case.dtype in NARROW or bool(cut.matmul)
+    narrow_experts = case.dtype in NARROW or (
+        bool(cut.matmul) and MATMULS[cut.matmul].experts
+    )
 
     def priced(
         cost: PieceCost, dtype: str, kind: Callable[[float], PieceCost]
@@ -411,18 +426,27 @@ def parts_of(
     def block(kind: CostedPiece) -> PieceParts:
         if len(kind.parts) == 1:
             cost = kind(case.rows)
-            tokens = Tokens.of(case, cut, sparse=cost.experts > 0)
-            return priced(
-                of_tokens(BLOCK, cost, software, tokens), dtype, kind
+            sparse = cost.experts > 0
+            tokens = Tokens.of(case, cut, sparse=sparse, narrow=narrow)
+            cost = of_tokens(
+                WHOLE if sparse else BLOCK, cost, software, tokens
             )
-        tokens = Tokens.of(case, cut, sparse=True)
+            return priced(cost, dtype, kind)
+        tokens = Tokens.of(case, cut, sparse=True, narrow=narrow)
+        routed = Tokens.of(
+            case, cut, sparse=True, narrow=narrow_experts, busy=busy
+        )
         # Only the experts, the second of three parts, receive more tokens than on other
         # ranks.
         rows = case.rows, case.rows * busy, case.rows
-        attention, *others = (
+        attention, experts, combine = (
             part(n) for part, n in zip(kind.parts, rows, strict=True)
         )
-        costs = of_tokens(BLOCK, attention, software, tokens), *others
+        costs = (
+            of_tokens(BLOCK, attention, software, tokens),
+            of_tokens(EXPERTS, experts, software, routed),
+            of_tokens(COMBINE, combine, software, tokens),
+        )
         parts = (
             priced(cost, dtype, part)
             for cost, part in zip(costs, kind.parts, strict=True)

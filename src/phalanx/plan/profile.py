@@ -89,6 +89,21 @@ class SoftwareProfile:
         False,
         "norms, activations and rotary embedding are compiled or fused kernels",
     )
+    fused_gate: bool = key(
+        False,
+        "gate and product of a gated MLP are one kernel, as with fused",
+    )
+    drops_product: bool = key(
+        False, "the product in a gated MLP is computed again in the backward"
+    )
+    fused_experts: bool = key(
+        False,
+        "gates multiply the inputs of experts' last products: combining keeps nothing",
+    )
+    narrow_inputs: bool = key(
+        False,
+        "under fp8, inputs of products stay in 8 bits until the backward",
+    )
     overlaps_data: bool = key(
         True, "data-parallel messages overlap with computing"
     )

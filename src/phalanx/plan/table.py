@@ -10,11 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..layout import Axis, Layout, Mesh, Shape, legal
-from ..layout.choices import DTYPES
 from ..layout.pieces import work_of_pieces
 from .case import Case
 from .device import Device, MachineError, device, devices
-from .hardware import Hardware, hardware_of
+from .hardware import Hardware, Roofline, hardware_of
 from .link import Level, clusters, joined
 from .link import link as cable
 from .profile import SoftwareProfile, profile_named
@@ -335,7 +334,7 @@ def _bag(word: str) -> frozenset[str]:
 def _refuse_format(case: Case, device: Device, text: str) -> None:
     """Raise if the device has no matmuls in a case's format, or the planner no price."""
     name = case.dtype or case.layout.precision
-    if name not in DTYPES:
+    if not Roofline.multiplies(name):
         raise CellError(
             "precision",
             text,
