@@ -197,6 +197,49 @@ def test_selective_leaves_less_than_none(text: str, shape: Shape) -> None:
     assert selective < 0.8 * none
 
 
+LATENT = replace(
+    LLAMA,
+    name="latent",
+    kv_heads=4,
+    head_dim=48,
+    q_latent=16,
+    kv_latent=8,
+    rope_dim=16,
+    value_dim=32,
+)
+
+
+def test_up_projections_of_latents_are_computed_again() -> None:
+    """In numbers of 4 bytes for each token: the stream twice, both latents with the keys'
+    rotated part, attention's output (as wide as a query) with a sum for each head, and the
+    wide products. Queries (4 heads of 48, 12 times the latent) and what holds keys and
+    values (4 heads of 64, 32 times) would be 448 more."""
+    streams = 2 * LATENT.hidden
+    latents = LATENT.q_latent + LATENT.kv_latent + LATENT.rope_dim
+    attention = LATENT.heads * (LATENT.head_dim + 1)
+    numbers = streams + latents + attention + 2 * LATENT.ffn
+    (found,) = launch(
+        held, 1, "recompute:selective", LATENT, backend="threads"
+    )
+    assert found == (4 * numbers * ROWS + 8) * LATENT.sequence
+
+
+@pytest.mark.parametrize("text", ["", "pp2 zb-h1:3"])
+def test_gradients_of_latents_are_those_without_recomputation(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(LATENT, layers=2)
+    monkeypatch.setitem(SHAPES, "wide latents", shape)
+    plain, selective = (
+        gradients(
+            Layout.parse(f"{text} {word} fp64"), "wide latents", packed=False
+        )
+        for word in ("", "recompute:selective")
+    )
+    for weight, gradient in plain.items():
+        assert torch.equal(selective[weight], gradient), weight
+
+
 # ---- what somebody may ask for
 
 

@@ -24,13 +24,13 @@ from phalanx.plan.calibrate import fit
 from phalanx.plan.profile import FITTED, profile, profile_named
 from phalanx.plan.published import logged, runs_of
 from phalanx.plan.score import held_out, score, scored_row
-from phalanx.plan.table import read_table
+from phalanx.plan.table import _meaning, read_table
 from phalanx.program import PieceKinds
 
 COLUMNS = """source row_id hardware gpus gpus_per_node intra_link inter_link model params layers hidden
 ffn glu heads kv_heads head_dim vocab tied seq global_batch micro_batch tp sp pp vpp cp dp zero hsdp_shard
 ep act_ckpt precision schedule offload framework tok_s_gpu step_time_s tflops_gpu mfu_pct hfu_pct
-peak_mem_gb mem_unit status mfu_formula inferred notes url""".split()  # noqa: SIM905
+peak_mem_gb mem_unit status mfu_formula inferred notes url lora_rank""".split()  # noqa: SIM905
 USUAL = {
     "source": "made-up", "hardware": "H100-SXM-80GB", "gpus_per_node": "8", "model": "M",
     "layers": "16", "hidden": "2048", "ffn": "8192", "glu": "1", "heads": "16", "kv_heads": "16",
@@ -429,19 +429,60 @@ def test_a_format_without_a_price_leaves_its_row_out_and_the_others_are_scored(
 ) -> None:
     monkeypatch.setattr(plan_score, "cached_costs", piece_costs)
     said = ({}, {"precision": "NVFP4", "hardware": "B200"}, {"precision": "", "hardware": "V100-32GB"},
-            {"precision": "MXFP8"}, {"precision": "fp8/nvfp4", "hardware": "GB200"})  # fmt: skip
+            {"precision": "MXFP8"}, {"precision": "fp8/nvfp4"})  # fmt: skip
     path = table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])
     assert plan_score.run([str(path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["families"]
-    assert found["predicted"] == 2
+    assert found["predicted"] == 3
     assert sorted(found["left_out"]) == [
-        "line 3, precision: 'NVFP4' is not planned: there is no price for fp4 matmuls",
         "line 4, precision: '' is not supported by v100-32",
-        "line 6, precision: 'fp8/nvfp4' is not planned: there is no price for fp4 matmuls",
+        "line 6, precision: 'fp8/nvfp4' is not supported by h100-sxm",
     ]
-    assert plan_score.run([str(path)]) == 0
-    # they say different words
-    assert "lines 3,6, precision" not in capsys.readouterr().out
+
+
+_SPELLED = {
+    "precision": ("bf16/fp16 = fp16", "NVFP4 = fp4", "FP8 E4M3 128x128 = fp8", "bf16 params, fp32 grads = bf16", "16-mixed = fp16"),
+    "schedule": ("Interleaved 1F1B (v=2) = interleaved", "DualPipe = dualpipe-v", "zero bubble = zb-h1"),
+    "zero": ("HSDP = 3", "distributed optimizer = 1", "_HYBRID_SHARD = 3"),
+    "act_ckpt": ("mla_up_proj, moe_act = selective", "layernorm moe_act = selective", "every 2 = every=2", "gradient checkpointing = all"),
+    "offload": ("states of the optimizer on CPU = optimizer", "optimizer + weights = weights,optimizer"),
+}  # fmt: skip
+
+
+def test_words_are_read_in_the_spellings_of_their_sources() -> None:
+    for column, words in _SPELLED.items():
+        for word in words:
+            text, _, meaning = word.partition(" = ")
+            assert _meaning({column: text}, column) == meaning, text
+
+
+def test_a_row_of_lora_trains_its_adapters_alone(tmp_path: Path) -> None:
+    said = ({}, {"notes": "LoRA finetuning"}, {"lora_rank": "64"})
+    large = {"hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}
+    columns = {**GOOD, **large, "step_time_s": 20, "framework": "NeMo"}
+    path = table(tmp_path / "t.csv", [{**columns, **each} for each in said])
+    whole, usual, wide = (row.case for row in read_table(path))
+    assert whole is not None
+    assert usual is not None
+    assert wide is not None
+    assert [x.shape.lora_r for x in (whole, usual, wide)] == [0, 16, 64]
+    full, adapted, _ = (
+        run.choice(run.row.profile)
+        for run in runs_of(read_table(path), cached_costs)[0]
+    )
+    # Of three matmuls for each weight, one is its gradient.
+    assert 0.6 < adapted.step / full.step < 0.85
+    assert adapted.memory["optimizer"] < 0.05 * full.memory["optimizer"]
+
+
+def test_a_microbatch_that_is_the_whole_batch_is_that_of_all_ranks(
+    tmp_path: Path,
+) -> None:
+    said = {"dp": 8, "gpus": 8, "global_batch": 32, "micro_batch": 32}
+    path = table(tmp_path / "t.csv", [{**GOOD, **said, "tp": 1, "pp": 1}])
+    (row,) = read_table(path)
+    assert row.case is not None
+    assert (row.case.rows, row.case.layout.microbatches) == (4, 1)
 
 
 # What a cell may have in it. The first ones leave a number out or make it absurd.

@@ -22,9 +22,9 @@ from .space import spread
 # Patterns in the order of trial: special versions of a device stand before its
 # plain name.
 _DEVICES = (
-    (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"A800", "a800"), (r"H100.*PCI", "h100-pcie"),
+    (r"A100(?!.*80 ?G).*40", "a100-40"), (r"A100", "a100-80"), (r"A800", "a800"), (r"H100.*PCI", "h100-pcie"),
     (r"H100.*HBM2e", "h100-96"), (r"H800", "h800"), (r"V100.*32", "v100-32"), (r"V100", "v100-16"),
-    (r"H100.*NVL\b", "h100-nvl"), (r"G?H200", "h200"), (r"G?H100", "h100-sxm"),
+    (r"H100.*NVL\b", "h100-nvl"), (r"GH200", "gh200"), (r"H200", "h200"), (r"G?H100", "h100-sxm"),
     (r"GB300", "gb300"), (r"B300", "b300"), (r"GB200", "gb200"), (r"B200", "b200"), (r"H20\b", "h20"),
     (r"MI350", "mi350x"), (r"MI355", "mi355x"), (r"5090", "rtx-5090"), (r"\bL4\b", "l4"),
     (r"A10G", "a10g"), (r"\bT4\b", "t4"), (r"MI250", "mi250x"), (r"MI300", "mi300x"),
@@ -50,8 +50,10 @@ _MEANINGS: dict[str, dict[str, list[str]]] = {
 }
 _TIMES = ("step_time_s", "tok_s_gpu", "tflops_gpu")
 _MEASURED = (*_TIMES, "peak_mem_gb")
-# columns that may say that a row trains LoRA
-_TITLES = ("model", "row_id", "framework", "notes")
+# Columns that may say that a row trains LoRA, and columns of its rank.
+_TITLES = ("model", "row_id", "framework", "notes", "method", "task")
+_RANKS = ("lora_r", "lora_rank", "lora_dim")
+_LORA_RANK = 16  # of a row that does not give it: its matmuls hardly count
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _WHERE_TO = re.compile("->|=>|→|-to-(?=cpu|host)")  # optimizer->CPU
 # In mixed precision the narrowest format counts: matmuls use it.
@@ -170,14 +172,6 @@ def _row(
         status = "oom" if oom else _meaning(fields, "status")
         ranks = _count(fields, "gpus", 0)
         batch = _number(fields, "global_batch")
-        if re.search(
-            r"\blora\b",
-            " ".join(fields.get(x, "") for x in _TITLES),
-            re.IGNORECASE,
-        ):
-            raise MachineError(
-                "it trains LoRA adapters, whose rank no column gives"
-            )
         kind = device_of_row(fields["hardware"])
         made = _case(fields, profile)
         _refuse_format(made, kind, fields.get("precision", ""))
@@ -196,8 +190,10 @@ def _row(
             )
             memory = _number(fields, "peak_mem_gb") * unit
             step = _seconds(fields, made)
-        # FLOPs of a step without recomputation: no row can beat the peak.
-        work = 6 * batch * sum(work_of_pieces(made.shape))
+        # FLOPs of a step without recomputation: no row can beat the peak. Adapters
+        # leave out the gradients of all other weights.
+        flops = 4 if made.shape.lora_r else 6
+        work = flops * batch * sum(work_of_pieces(made.shape))
         if (
             0
             < step
@@ -288,6 +284,9 @@ def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
             meaning = _known(each, kind)
             if meaning is not None:
                 return meaning
+    meaning = _by_parts(lower, kind)
+    if meaning is not None:
+        return meaning
     words = (
         word
         for words in _MEANINGS[kind].values()
@@ -322,6 +321,26 @@ def _known(word: str, kind: str) -> str | None:
             meanings & set(_NARROWEST_FIRST), key=_NARROWEST_FIRST.index
         )
     return meanings.pop() if len(meanings) == 1 else None
+
+
+def _by_parts(text: str, kind: str) -> str | None:
+    """The meaning of a text that consists of known words in any order, or None.
+
+    Of several number formats the narrowest counts: matmuls use it.
+    """
+    found: dict[str, set[str]] = {}
+    parts = {part for part in re.split(r"[^a-z0-9]+", text) if part}
+    parts -= _FILLING
+    for meaning, words in _MEANINGS[kind].items():
+        bags = [bag for bag in map(_bag, words) if bag and bag <= parts]
+        if bags:
+            found[meaning] = set().union(*bags)
+    if kind == "precision" and found:
+        return min(
+            found.keys() & set(_NARROWEST_FIRST), key=_NARROWEST_FIRST.index
+        )
+    whole = [meaning for meaning, bag in found.items() if bag == parts]
+    return whole[0] if len(whole) == 1 else None
 
 
 @lru_cache(maxsize=1024)
@@ -384,6 +403,9 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     rows = _number(fields, "micro_batch") or (
         1.0 if n["pp"] > 1 else min(batch / dp, 4.0)
     )
+    # A microbatch that is the whole batch is that of all ranks.
+    if dp > 1 and rows == batch:
+        rows = batch / dp
     # Microbatches of a rank, rounded: batches are often given rounded.
     count = max(1, round(batch / dp / rows))
     if fields.get("micro_batch") and abs(count * rows * dp / batch - 1) > 0.01:
@@ -397,7 +419,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         _meaning(fields, "precision"),
     )
     # A zb-v rank has two stages; interleaved ones as many as given.
-    chunks = 2 if schedule == "zb-v" else 1
+    chunks = 2 if schedule in ("zb-v", "dualpipe-v") else 1
     if schedule == "interleaved" or (n["vpp"] > 1 and schedule == "1f1b"):
         schedule = "interleaved"
         chunks = max(2, n["vpp"] if fields.get("vpp") else _chunks(shape, n))
@@ -433,7 +455,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         recompute=_meaning(fields, "act_ckpt") or profile.recompute,
         # fp8 and fp4 are formats of matmuls; everything else is in bf16.
         precision="bf16" if precision in ("fp8", "fp4") else precision,
-        offload=tuple(filter(None, (_meaning(fields, "offload"),))),
+        offload=tuple(filter(None, _meaning(fields, "offload").split(","))),
     )
     for broken in legal(layout, shape):
         if broken.rule in ("heads", "kv", "ffn"):
@@ -513,6 +535,16 @@ def _empty(case: Case, profile: SoftwareProfile) -> bool:
 
 
 def _shape(fields: Mapping[str, str]) -> Shape:
+    """The model of a row, with its adapters if it trains LoRA."""
+    whole = _whole_shape(fields)
+    rank = _first(fields, _RANKS)
+    titles = " ".join(fields.get(column, "") for column in _TITLES)
+    if not rank and re.search(r"(?i)\bq?lora\b", titles):
+        rank = _LORA_RANK
+    return replace(whole, lora_r=rank) if rank else whole
+
+
+def _whole_shape(fields: Mapping[str, str]) -> Shape:
     """The model of a row, from its sizes.
 
     If it has experts and the row lacks their sizes, the model's published shape by
