@@ -137,6 +137,8 @@ def test_every_cause_has_a_width_and_every_device_of_the_list_is_catalogued() ->
         "compiled",
         "phalanx",
         "phalanx-muon",
+        "llama-3",
+        "deepseek",
     }
 
 
