@@ -441,12 +441,29 @@ def test_a_format_without_a_price_leaves_its_row_out_and_the_others_are_scored(
 
 
 _SPELLED = {
-    "precision": ("bf16/fp16 = fp16", "NVFP4 = fp4", "FP8 E4M3 128x128 = fp8", "bf16 params, fp32 grads = bf16", "16-mixed = fp16"),
-    "schedule": ("Interleaved 1F1B (v=2) = interleaved", "DualPipe = dualpipe-v", "zero bubble = zb-h1"),
+    "precision": (
+        "bf16/fp16 = fp16",
+        "NVFP4 = fp4",
+        "FP8 E4M3 128x128 = fp8",
+        "bf16 params, fp32 grads = bf16",
+    ),
+    "schedule": (
+        "Interleaved 1F1B (v=2) = interleaved",
+        "DualPipe = dualpipe-v",
+        "zero bubble = zb-h1",
+    ),
     "zero": ("HSDP = 3", "distributed optimizer = 1", "_HYBRID_SHARD = 3"),
-    "act_ckpt": ("mla_up_proj, moe_act = selective", "layernorm moe_act = selective", "every 2 = every=2", "gradient checkpointing = all"),
-    "offload": ("states of the optimizer on CPU = optimizer", "optimizer + weights = weights,optimizer"),
-}  # fmt: skip
+    "act_ckpt": (
+        "mla_up_proj, moe_act = selective",
+        "layernorm moe_act = selective",
+        "every 2 = every=2",
+        "gradient checkpointing = all",
+    ),
+    "offload": (
+        "states of the optimizer on CPU = optimizer",
+        "optimizer + weights = weights,optimizer",
+    ),
+}
 
 
 def test_words_are_read_in_the_spellings_of_their_sources() -> None:
