@@ -144,6 +144,23 @@ def expected(step: Step, xs: list[Tensor]) -> list[Tensor]:
     return [xs[i - 1] for i in range(n)]
 
 
+# Terms whose sum in float32 depends on the order: 2^24 + 1 is rounded to 2^24.
+ORDERED = (2.0**24, 1.0, 1.0, 1.0, 3.0, -(2.0**24), 1.0, 1.0)
+
+
+def in_tree(world: World) -> tuple[Tensor, Tensor]:
+    """A sum over all ranks and a part of one, on a group that adds in the tree."""
+    group = world.split("tree", [range(world.size)])
+    group.in_tree = True
+    # more elements than parts, and no multiple of them
+    whole = torch.full((2 * world.size + 1,), ORDERED[world.rank])
+    group.all_reduce(whole, wait=False).wait()
+    own = torch.empty(3)
+    each = torch.full((world.size, 3), ORDERED[world.rank])
+    group.reduce_scatter(own, each)
+    return whole, own
+
+
 def sequence(world: World, steps: list[Step]) -> list[Tensor]:
     """Every step on tensors of its own; those without wait are waited for at the end, last first."""
     group = world.split("all", [range(world.size)])

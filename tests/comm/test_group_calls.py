@@ -8,12 +8,14 @@ from group_cases import (
     DTYPES,
     EXACT,
     KINDS,
+    ORDERED,
     REDUCING,
     Step,
     closed_and_held,
     expected,
     grid,
     halves,
+    in_tree,
     large_numbers,
     late_letters,
     letters,
@@ -198,6 +200,21 @@ def test_each_rank_gets_the_group_of_its_own_group_and_names_are_free_after_clea
         column = [rank % half, rank % half + half]
         assert (ranks, place) == (mine, rank % half)
         assert (a, b, c) == (sum(mine), column[1], sum(column))
+
+
+@pytest.mark.parametrize(
+    "name", ["threads-3", "threads-4", "late-8", "shm-4", "shm-8", "gloo-4"]
+)
+def test_a_group_may_add_neighbours_first_on_every_transport(name, kept):
+    run, size = kept(name)
+    terms = torch.tensor(ORDERED[:size])
+    while len(terms) > 1:
+        even = len(terms) // 2 * 2
+        pairs = terms[0:even:2] + terms[1:even:2]
+        terms = torch.cat((pairs, terms[even:]))
+    for whole, own in run(in_tree):
+        assert torch.equal(whole, terms.expand_as(whole))
+        assert torch.equal(own, terms.expand_as(own))
 
 
 @pytest.mark.skipif(

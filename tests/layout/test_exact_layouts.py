@@ -1,8 +1,11 @@
 """Legality of layouts of `exact`."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from phalanx.layout import Layout
+from phalanx.layout import Layout, LayoutError, piece_layout
 from phalanx.layout.cases import SHAPES, exact_layouts
 from phalanx.layout.legal import legal
 
@@ -25,6 +28,64 @@ def test_counts_that_are_no_subtrees_are_refused_with_those_that_are(
     for violation in found:
         assert what in violation.what
         assert way_out in violation.way_out
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tp2 exact", "exact with tp2: .* Write exact:2, or exact:4"),
+        ("tp4 exact:2", "exact:2 with tp4: .* Write exact:4, or exact:8"),
+        ("exact:3", "exact:3: .* exact:2 or exact:4"),
+        ("tp3 exact:4", "exact does not cover tp3: .* Use tp2, tp4 or tp8"),
+        ("exact:0", "'exact:0': write 1 part or more"),
+        ("exact:2048", "exact:2048: write 1 to 1024 parts"),
+        ("cp2 exact:2", "exact does not cover cp yet"),
+    ],
+)
+def test_parts_that_ranks_cannot_share_are_refused(
+    text: str, why: str
+) -> None:
+    with pytest.raises(LayoutError, match=why):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "what", "way_out"),
+    [
+        ({}, "exact:4 does not divide vocab=37", "vocab=40"),
+        ({"vocab": 40, "ffn": 22}, "divide ffn=22", "exact:2; or ffn=24"),
+        ({"vocab": 40, "heads": 6}, "divide heads=6", "exact:2; or heads=8"),
+        ({"vocab": 40, "qk_norm": True, "qk_norm_wide": True}, "wide", "tp"),
+        ({"vocab": 40}, "", ""),
+    ],
+)
+def test_sizes_without_equal_parts_are_refused(
+    sizes: dict[str, Any], what: str, way_out: str
+) -> None:
+    shape = replace(SHAPES["gqa"], **sizes)
+    found = legal(Layout.parse("exact:4"), shape, batch=4)
+    assert bool(found) == bool(what)
+    for violation in found:
+        assert what in violation.what
+        assert way_out in violation.way_out
+
+
+def test_the_number_of_parts_is_a_part_of_the_layout() -> None:
+    layout = Layout.parse("tp2 exact:4")
+    assert layout.exact == 4
+    assert str(layout) == "tp2 exact:4"
+    assert str(Layout.parse("exact:1")) == "exact"
+    assert piece_layout(layout) == Layout.parse("tp2 exact:4")
+    assert piece_layout(Layout.parse("dp2 exact")) == Layout()
+
+
+def test_the_layouts_with_parts_to_compare_have_tp_and_seq() -> None:
+    shape = replace(SHAPES["gqa"], vocab=40)
+    layouts = exact_layouts(shape, 4, 4)
+    assert {layout.exact for layout in layouts} == {4}
+    assert {layout.tp for layout in layouts} == {2, 4}
+    assert {layout.seq for layout in layouts} == {False, True}
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
 
 
 def test_experts_are_refused() -> None:

@@ -243,8 +243,8 @@ def of_head(
     x, weight = x.clone().requires_grad_(), nn.Parameter(weight.clone())
     summed = torch.zeros_like(weight.detach())
 
-    def contribute(a: Tensor, b: Tensor) -> None:
-        summed.addmm_(a, b)
+    def contribute(a: Tensor, b: Tensor, rows: slice = slice(None)) -> None:
+        summed[rows].addmm_(a, b)
 
     logits = soft_cap(ChunkedLogits(x, weight, contribute), cap)
     with Live() as live:
@@ -342,6 +342,30 @@ def test_a_head_without_logits_may_have_a_cut_vocabulary(
     torch.testing.assert_close(both, into, rtol=1e-12, atol=1e-13)
     whole = torch.cat([rank.weight for rank in came])
     torch.testing.assert_close(whole, of_weight, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_head_without_logits_may_have_its_words_in_parts(
+    each: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = 4
+    x, weight = head(torch.float64)
+    weight = weight[: WORDS // parts * parts]
+    monkeypatch.setattr(chunked, "CHUNK", {"cpu": 5 * len(weight)})
+    targets = case(torch.float64)[1].flatten()
+    targets[targets >= len(weight)] = chunked.IGNORED
+    shares = drawn(len(targets)) if each else None
+    due = of_plain_head(x, weight, targets, shares, cap=1.5, z=0.1)
+    words = Words(
+        agree=lambda x, op: None,
+        width=len(weight),
+        parts=parts,
+        all_parts=parts,
+        add=lambda terms: torch.stack([*terms]).sum(0),
+    )
+    came = of_head(x, weight, targets, shares, words=words, cap=1.5, z=0.1)
+    for mine, theirs in zip(came[:3], due, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("each", [False, True])

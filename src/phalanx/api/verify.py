@@ -287,7 +287,11 @@ def exact_to_verify(
 ) -> tuple[Layout, ...]:
     """Return the named layouts as layouts of `exact`, or all that it covers."""
     if text is None:
+        # Products in as many parts as there may be ranks of tp.
+        parts = 1 << ranks.bit_length() - 1
         every = exact_layouts(shape, ranks)
+        if parts > 1:
+            every += exact_layouts(shape, ranks, parts)
         if make:
             from ..parallel import fitting
 
@@ -295,10 +299,7 @@ def exact_to_verify(
         return covering(every, cover) if cover else every
     # Parsed with the word: it changes what other words leave to their defaults.
     words = [part for part in text.split(";") if part.strip()]
-    named = [
-        Layout.parse(part if EXACT in part.split() else f"{part} {EXACT}")
-        for part in words
-    ]
+    named = [Layout.parse(_with_exact(part)) for part in words]
     named = [replace(layout, precision=FP32) for layout in named]
     reasons = [
         misfit(layout, shape, batch=exact_batch(layout)) for layout in named
@@ -308,6 +309,12 @@ def exact_to_verify(
     for layout in named:
         refuse_own(layout)
     return tuple(named)
+
+
+def _with_exact(text: str) -> str:
+    """A layout's text, with the word `exact` unless it has one."""
+    words = (word.partition(":")[0] for word in text.split())
+    return text if EXACT in words else f"{text} {EXACT}"
 
 
 def compared_exactly(

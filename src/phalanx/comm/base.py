@@ -18,6 +18,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from phalanx.program.tree import merges
 from rank_watch.positions import WAITS, Positions
 from torch_shm.calls import NOTHING, Call, check, equal_splits
 from torch_shm.calls import OPS as OPS
@@ -131,6 +132,8 @@ class Group:
 
     positions: Positions | None = None  # records this rank's calls
     number = 0  # of this group in the record
+    # True: sums have the order of `program/tree.py` on every backend.
+    in_tree = False
 
     def __init__(
         self, name: str, rank: int, ranks: Sequence[int], device: torch.device
@@ -230,6 +233,9 @@ class Group:
         self, x: Tensor, op: str = "sum", *, wait: bool = True
     ) -> Work:
         """Replace every rank's `x` by the reduction over all."""
+        if self._adds_in_tree(op):
+            self._sum_in_tree(x.view(-1))
+            return Work()
         return self._do(Call("all_reduce", x, op=op), wait)
 
     def reduce(
@@ -260,7 +266,32 @@ class Group:
     ) -> Work:
         """Fill rank i's `out` with the reduction of part i of every rank's `x`."""
         # x: (size, n), whose row i goes to rank i; out: n elements
+        if self._adds_in_tree(op):
+            out.view(-1).copy_(self._part_in_tree(x.view(self.size, -1)))
+            return Work()
         return self._do(Call("reduce_scatter", x, out, op=op), wait)
+
+    def _adds_in_tree(self, op: str) -> bool:
+        return self.in_tree and op == "sum" and self.size > 1
+
+    def _sum_in_tree(self, x: Tensor) -> None:
+        """Replace every rank's x (n) by the sum in the tree."""
+        n = x.numel()
+        each = -(-n // self.size)
+        # (size, each), with zeros behind the last element
+        parts = x.new_zeros(self.size, each)
+        parts.view(-1)[:n] = x
+        mine = self._part_in_tree(parts)
+        self.all_gather(parts, mine)
+        x.copy_(parts.view(-1)[:n])
+
+    def _part_in_tree(self, parts: Tensor) -> Tensor:
+        """The sum in the tree of row i of every rank's parts (size, n), for rank i."""
+        came = torch.empty_like(parts)
+        self.all_to_all(came, parts)
+        for into, term in merges(self.size):
+            came[into] += came[term]
+        return came[0]
 
     def all_to_all(
         self,

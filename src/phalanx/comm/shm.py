@@ -26,6 +26,8 @@ class ShmGroup(Group):
         self, x: Tensor, op: str = "sum", *, wait: bool = True
     ) -> Work:
         """Reduce over the group; small, urgent tensors take a shorter path."""
+        if self._adds_in_tree(op):
+            return super().all_reduce(x, op, wait=wait)
         number, positions = 0, self.positions
         if wait and self.size > 1:
             # Recorded once, for the short path and for the long one behind it.

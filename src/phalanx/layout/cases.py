@@ -68,16 +68,22 @@ def every_layout(
     return tuple(dict.fromkeys(x if legal(y, shape) else y for x, y in each))
 
 
-def exact_layouts(shape: Shape, ranks: int) -> tuple[Layout, ...]:
+def exact_layouts(
+    shape: Shape, ranks: int, parts: int = 1
+) -> tuple[Layout, ...]:
     """Legal layouts of `exact` of up to `ranks` ranks; each has one more option, in turn.
 
-    Each rank has one or four microbatches.
+    Each rank has one or four microbatches. With more than one part, all have tp and
+    products in so many parts.
     """
     plain: dict[Layout, None] = {}
-    for x in _all(shape, ranks, {"dp", "pp"}):
+    axes = {"dp", "pp", "tp"} if parts > 1 else {"dp", "pp"}
+    for x in _all(shape, ranks, axes):
+        if (x.tp > 1) != (parts > 1) or parts % x.tp:
+            continue
         few = 1 if x.microbatches == 1 else 4
         exact = replace(
-            x, precision=FP32, microbatches=few, reduce="", exact=True
+            x, precision=FP32, microbatches=few, reduce="", exact=parts
         )
         if fits_exactly(exact, shape):
             plain[exact] = None

@@ -6,12 +6,14 @@ order that does not depend on the layout. `program/tree.py` defines the order.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from .choices import BF16, FP32
 
 if TYPE_CHECKING:
     from .layout import Layout
+    from .shape import Shape
 
 EXACT = "exact"  # the word of a layout
 COVERED = (FP32, BF16)
@@ -24,7 +26,6 @@ NOT_EXPERTS = (
     " of arrival."
 )
 _AXES = {
-    "tp": "a product is split into as many parts as there are ranks",
     "cp": "weight gradients are sums over the tokens of each rank",
     "ep": "the gradients of experts are sums over tokens in the order of arrival",
 }
@@ -37,6 +38,7 @@ def uncovered(x: Layout) -> list[str]:
         for axis, why in _AXES.items()
         if x.mesh.of(axis) > 1
     ]
+    found += _unsplit(x)
     if x.precision not in COVERED:
         found.append(
             f"exact does not cover {x.precision} yet: only {' and '.join(COVERED)}"
@@ -58,6 +60,30 @@ def uncovered(x: Layout) -> list[str]:
             " before it exchanges sums. Use reduce:step"
         )
     return found
+
+
+def _unsplit(x: Layout) -> list[str]:
+    """Why the ranks of tp would not compute whole parts of a split product."""
+    parts = x.exact
+    if parts & (parts - 1):
+        lower = 1 << parts.bit_length() - 1
+        return [
+            f"exact:{parts}: the parts of a product are added in pairs. Use a power"
+            f" of two: exact:{lower} or exact:{2 * lower}"
+        ]
+    tp = x.mesh.of("tp")
+    if parts % tp == 0:
+        return []
+    if tp & (tp - 1):
+        return [
+            f"exact does not cover tp{tp}: the parts of a product are added in pairs."
+            " Use tp2, tp4 or tp8"
+        ]
+    word = EXACT if parts == 1 else f"{EXACT}:{parts}"
+    return [
+        f"{word} with tp{tp}: each rank computes whole parts of a product. Write"
+        f" exact:{tp}, or exact:{2 * tp}"
+    ]
 
 
 def exact_batch(x: Layout) -> int:
@@ -90,3 +116,29 @@ def uneven_microbatches(x: Layout, batch: int) -> tuple[str, str] | None:
     lower = batch // count * count
     fits = [str(size) for size in (lower, lower + count) if size]
     return what, f"Use a batch of {' or '.join(fits)}."
+
+
+def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
+    """Why a model's products have no equal parts, each with a way out."""
+    parts = x.exact
+    if parts < 2:
+        return []
+    if s.kind == "mlp" or s.qk_norm_wide:
+        which = "the mlp" if s.kind == "mlp" else "qk_norm_wide"
+        what = f"exact:{parts} does not cover {which} yet: it has not been compared."
+        return [(what, "Use exact, without tp.")]
+    sizes = {"heads": s.heads, "ffn": s.ffn, "vocab": s.vocab}
+    uneven = {name: size for name, size in sizes.items() if size % parts}
+    if not uneven and s.kv_heads % parts and parts % s.kv_heads:
+        uneven = {"kv_heads": s.kv_heads}
+    most = math.gcd(*sizes.values())
+    fits = most & -most
+    way_out = f"Use exact:{fits}" if fits > 1 else "Use exact, without tp"
+    return [
+        (
+            f"exact:{parts} does not divide {name}={size}, and parts of different"
+            " sizes round differently.",
+            f"{way_out}; or {name}={-(-size // parts) * parts}.",
+        )
+        for name, size in uneven.items()
+    ]

@@ -31,6 +31,7 @@ from .source import OWN, names_source
 _OFFLOADS = ("weights", "optimizer", "activations")
 _SHARING = ("tp", "cp")  # axes that may share experts together with ep
 MICROBATCHES = 100_000  # the most in a step
+PARTS = 1024  # the most of a product in a layout of `exact`
 _AXIS = re.compile(r"(dp|pp|cp|tp|ep)[0-9].*", re.DOTALL)
 # A number in a word. int() would also accept digits of other scripts, and endless ones.
 _N = "[0-9]{1,6}"
@@ -46,7 +47,7 @@ _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
 _FIXED: dict[str, dict[str, object]] = {
     "seq": {"seq": True},
     "overlap": {"overlap": True},
-    EXACT: {"exact": True},
+    EXACT: {"exact": 1},
 }
 _FIXED |= {f"zero{n}": {"zero": n} for n in range(4)}
 _FIXED |= {
@@ -63,7 +64,8 @@ _FIXED |= {
     word: {"matmul": name} for word, name in choices.MATMUL_WORDS.items()
 }
 _OPTIONS = """prefetch:1 recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective
-    recompute:fit offload:weights offload:optimizer offload:activations stages:2-2 experts:tp experts:cp"""
+    recompute:fit offload:weights offload:optimizer offload:activations stages:2-2 experts:tp experts:cp
+    exact:2"""
 _WORDS = [*SCHEDULES, *_OPTIONS.split(), *_FIXED]
 
 
@@ -91,9 +93,9 @@ class Layout:
         False  # compute one microbatch's forward beside another's backward
     )
 
-    exact: bool = (
-        False  # every sum in one order: the same bits in every layout
-    )
+    # Every sum has one order, for the same bits in every layout: the number of equal
+    # parts in which each product that tp may split is computed. 0: no such order.
+    exact: int = 0
 
     __hash__ = hash_once
     __getstate__ = state_without_hash
@@ -290,7 +292,8 @@ class Layout:
             "compile" if self.compile == COMPILE else f"compile:{self.compile}"
         )
         words += [compiled] * bool(self.compile)
-        words += [EXACT] * self.exact
+        parts = f":{self.exact}" if self.exact > 1 else ""
+        words += [EXACT + parts] * (self.exact > 0)
         return " ".join(words)
 
 
@@ -345,6 +348,10 @@ def _meaning(word: str) -> dict[str, object]:
     key, _, value = word.partition(":")
     if key == "prefetch" and re.fullmatch(_N, value):
         return {"prefetch": int(value)}
+    if key == EXACT and re.fullmatch(_N, value):
+        if not int(value):
+            raise LayoutError(f"{word!r}: write 1 part or more.")
+        return {"exact": int(value)}
     if key == "recompute" and _RECOMPUTE.fullmatch(value):
         return {"recompute": value}
     lists = {"offload": _OFFLOADS, "experts": _SHARING}
@@ -412,7 +419,10 @@ def _check_values(x: Layout) -> None:
         wrong.append(
             f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function"
         )
-    wrong += uncovered(x) if x.exact else []
+    if not 0 <= x.exact <= PARTS:
+        wrong.append(f"exact:{x.exact}: write 1 to {PARTS} parts")
+    elif x.exact:
+        wrong += uncovered(x)
     if x.compile and x.matmul and MATMULS[x.matmul].power:
         why = "torch.compile makes no kernels with scales of 8 bits"
         wrong.append(

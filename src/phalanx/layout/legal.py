@@ -12,7 +12,12 @@ from itertools import product
 from typing import Any
 
 from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
-from .exact import NOT_EXPERTS, no_subtree, uneven_microbatches
+from .exact import (
+    NOT_EXPERTS,
+    no_subtree,
+    unequal_parts,
+    uneven_microbatches,
+)
 from .layout import Layout
 from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
@@ -254,6 +259,8 @@ def _exact(
         yield Violation("exact", *apart)
     if uneven := uneven_microbatches(x, batch):
         yield Violation("exact", *uneven)
+    for unequal in unequal_parts(x, s):
+        yield Violation("exact", *unequal)
 
 
 def nearest(

@@ -115,7 +115,8 @@ def sum_over_tp(
     dims: Sequence[str], cuts: Sequence[Cut], layout: Layout
 ) -> Sum:
     """The gradient rule along tp: sum over copies that did different work."""
-    if layout.tp == 1:
+    # With `exact` the backward of a piece adds them, in the tree.
+    if layout.tp == 1 or layout.exact:
         return Sum.NONE
     # Fewer KV heads than ranks: several hold the same one.
     if any(cut.copies > 1 for cut in cuts):

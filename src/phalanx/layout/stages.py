@@ -94,7 +94,7 @@ def piece_layout(layout: Layout) -> Layout:
     """The part of a layout that a piece's cost depends on.
 
     These are tp, cp and ep, the axes that share experts, seq, selective recomputation,
-    precision and matmuls, compilation, and a backward in two operations (written as
+    precision and matmuls, compilation, the parts of `exact`, and a backward in two operations (written as
     zb-h1). Copies, stages, ZeRO and recomputation of whole pieces change when a piece
     runs, never what it does.
     """
@@ -112,4 +112,5 @@ def piece_layout(layout: Layout) -> Layout:
         matmul=layout.matmul,
         # Autotuned graphs run the same operations.
         compile=COMPILE if layout.compile else "",
+        exact=layout.exact if layout.exact > 1 else 0,
     )

@@ -14,7 +14,7 @@ with the weight and the hidden states.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ NUMBERS, LARGE = {"cpu": 1 << 20}, 1 << 25
 CHUNK, LARGE_CHUNK = {"cpu": 1 << 24}, 1 << 28
 
 Agree = Callable[[Tensor, str], object]
+Add = Callable[[Sequence[Tensor]], Tensor]
 
 
 class Words(NamedTuple):
@@ -40,11 +41,28 @@ class Words(NamedTuple):
 
     The first `width` columns of its logits are the words from `first` on, and any
     further columns are padding. `agree` all-reduces a tensor in place ("max" or "sum").
+
+    The logits may be made in `parts` of equally many words, of the `all_parts` of all
+    ranks. Then `add` sums over the parts of this rank.
     """
 
     first: int = 0
     width: int | None = None  # None: all columns
     agree: Agree | None = None
+    parts: int = 1
+    all_parts: int = 1
+    add: Add | None = None
+
+    def part(self, number: int, width: int) -> Words:
+        """A part of `width` words."""
+        return self._replace(first=self.first + number * width, width=width)
+
+    def sum(self, terms: Sequence[Tensor]) -> Tensor:
+        """The sum over the parts of this rank."""
+        if self.add is None:
+            (only,) = terms
+            return only
+        return self.add(terms)
 
 
 EVERY_WORD = Words()
@@ -54,12 +72,13 @@ class ChunkedLogits(NamedTuple):
     """Logits as the product that makes them: x times a weight, then a soft cap.
 
     The weight is read when a chunk is made. Its gradient goes to `contribute`, as two
-    factors; None if the weight is frozen.
+    factors, and the rows of the weight if the logits are made in parts; None if the
+    weight is frozen.
     """
 
     x: Tensor  # (..., in)
     weight: nn.Parameter  # (words, in)
-    contribute: Callable[[Tensor, Tensor], None] | None
+    contribute: Callable[..., None] | None
     cap: float = 0.0
 
 
@@ -126,7 +145,8 @@ class _TokenSums(NamedTuple):
     """Sums over a token's logits for its loss and its gradient: (tokens,) each."""
 
     losses: Tensor
-    # Log-sum-exp over this rank's words and over all; None if no gradient needs them.
+    # Log-sum-exp over the words of each part, (tokens, parts), and over all words; None
+    # if no gradient needs them.
     own: Tensor | None = None
     total: Tensor | None = None
 
@@ -145,7 +165,13 @@ class _Terms(NamedTuple):
         """True if this rank has the logits of all words."""
         words = self.words
         every = self.width(logits) == logits.shape[1] and not words.first
-        return every and words.agree is None
+        return every and words.agree is None and words.all_parts == 1
+
+    def part(self, number: int, width: int) -> _Terms:
+        """The terms of one part of the words."""
+        if self.words.all_parts == 1:
+            return self
+        return self._replace(words=self.words.part(number, width))
 
     def place(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The column of each target, and True where this rank has it."""
@@ -154,10 +180,14 @@ class _Terms(NamedTuple):
         return torch.where(mine, targets - first, 0), mine
 
 
-def _token_sums(logits: Tensor, targets: Tensor, terms: _Terms) -> _TokenSums:
-    """The losses of tokens from their logits (tokens, words)."""
-    read = _whole_sums if terms.whole(logits) else _shared_sums
-    sums = read(logits, targets, terms)
+def _token_sums(
+    parts: Sequence[Tensor], targets: Tensor, terms: _Terms
+) -> _TokenSums:
+    """The losses of tokens from their logits, (tokens, words) of each part."""
+    if terms.whole(parts[0]):
+        sums = _whole_sums(parts[0], targets, terms)
+    else:
+        sums = _shared_sums(parts, targets, terms)
     if not terms.z:
         return sums
     assert sums.total is not None
@@ -181,32 +211,53 @@ def _whole_sums(logits: Tensor, targets: Tensor, terms: _Terms) -> _TokenSums:
         )
         if totals is not None:
             totals[rows] = _log_sum(x, room)
-    return _TokenSums(losses, totals, totals)
+    return _TokenSums(losses, None, totals)
 
 
-def _shared_sums(logits: Tensor, targets: Tensor, terms: _Terms) -> _TokenSums:
-    """The sums over a sharded vocabulary: all-reduces two numbers per token."""
+def _part_sums(
+    logits: Tensor, targets: Tensor, terms: _Terms
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp over one part of the words, and the target's logit if it is there.
+
+    Both are (tokens,).
+    """
     width = terms.width(logits)
     at, mine = terms.place(targets, width)
-    # (tokens,): each target's logit
     chosen = torch.zeros_like(targets, dtype=_wide(logits))
     own = torch.full_like(chosen, -math.inf)
     if width:
         index = at.unsqueeze(-1)
         logit = logits.gather(-1, index).squeeze(-1)
-        # Only the rank that holds the target's column has its logit.
+        # Only the part with the target's column has its logit.
         chosen.copy_(logit).mul_(mine)
         for rows, _, x, room in _tiles(logits, width):
             torch.log_softmax(x, -1, out=room)
             own[rows] = _log_sum(x, room)
-    total, agree = own, terms.words.agree
-    # log Z = most + log(sum over ranks of exp(own - most)), which cannot overflow.
+    return own, chosen
+
+
+def _shared_sums(
+    parts: Sequence[Tensor], targets: Tensor, terms: _Terms
+) -> _TokenSums:
+    """The sums over a vocabulary in parts: ranks all-reduce two numbers per token."""
+    words = terms.words
+    found = [
+        _part_sums(part, targets, terms.part(number, part.shape[1]))
+        for number, part in enumerate(parts)
+    ]
+    own = torch.stack([each for each, _ in found], -1)  # (tokens, parts)
+    total, chosen = found[0]
+    # log Z = most + log(sum over parts of exp(own - most)), which cannot overflow.
     # Both sums are stacked into one all-reduce.
-    if agree is not None:
-        most = own.clone()
-        agree(most, "max")
-        sums = torch.stack(((own - most).exp_(), chosen))  # (2, tokens)
-        agree(sums, "sum")
+    if words.agree is not None:
+        most = own.amax(-1)
+        words.agree(most, "max")
+        # (2, tokens) of each part
+        terms_of = [
+            torch.stack(((each - most).exp_(), logit)) for each, logit in found
+        ]
+        sums = words.sum(terms_of)
+        words.agree(sums, "sum")
         total = most.add_(sums[0].log())
         chosen = sums[1]
     losses = torch.where(targets != IGNORED, total - chosen, 0.0)
@@ -228,22 +279,24 @@ def _write_gradient(
     sums: _TokenSums,
     gradient: Tensor,
     terms: _Terms,
+    part: int = 0,
 ) -> Tensor:
-    """Overwrite the logits (tokens, words) with their gradient.
+    """Overwrite the logits (tokens, words) of a part with their gradient.
 
     `gradient` (tokens) is that of each token's loss.
     """
+    terms = terms.part(part, logits.shape[1])
     # Shares storage. If anything else saved the logits, autograd's version check raises.
     into = logits.detach()
     width = terms.width(into)
     at, mine = terms.place(targets, width)
     each = gradient * (targets != IGNORED)
-    # Weight of this rank's softmax, which sums to one over this rank's words alone.
+    # Weight of this part's softmax, which sums to one over this part's words alone.
     share = each
     if not terms.whole(into):
         assert sums.own is not None
         assert sums.total is not None
-        share = share * (sums.own - sums.total).exp()
+        share = share * (sums.own[:, part] - sums.total).exp()
     if terms.z:
         # d log(sum exp) is the softmax as well, so z-loss scales it
         assert sums.total is not None
@@ -270,7 +323,8 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, terms: _Terms
     ) -> Tensor:
-        sums = _token_sums(logits, targets, terms)
+        assert terms.words.parts == 1, "whole logits are not made in parts"
+        sums = _token_sums([logits], targets, terms)
         ctx.terms = terms
         ctx.save_for_backward(logits, targets, sums.own, sums.total)
         return sums.losses
@@ -285,55 +339,97 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """The logits of a chunk of tokens."""
+    """The logits of a chunk of tokens, in parts of equally many words."""
 
     rows: slice
     x: Tensor  # (tokens, in)
-    logits: Tensor  # (tokens, words)
-    # With a soft cap c: tanh(product / c), (tokens, words).
-    turned: Tensor | None
+    logits: list[Tensor]  # (tokens, words) of each part
+    # With a soft cap c: tanh(product / c), (tokens, words) of each part.
+    turned: list[Tensor]
 
 
-def _logit_chunks(x: Tensor, of: ChunkedLogits) -> Iterator[_Chunk]:
+def _logit_chunks(
+    x: Tensor, of: ChunkedLogits, words: Words
+) -> Iterator[_Chunk]:
     """Yield the logits of x (tokens, in), a chunk of tokens at a time.
 
     Ranks of tp have weights of one size, so they have equally many chunks.
     """
-    weight = of.weight.detach()
-    words, tokens = weight.shape[0], x.shape[0]
+    weights = of.weight.detach().chunk(words.parts)
+    width, tokens = weights[0].shape[0], x.shape[0]
     numbers = CHUNK.get(x.device.type, LARGE_CHUNK)
-    count = max(1, min(tokens, numbers // max(1, words)))
-    room = x.new_empty(count, words)
-    spare = torch.empty_like(room) if of.cap else None
+    # Logits in parts have chunks of one size in every layout.
+    count = max(1, min(tokens, numbers // max(1, width * words.all_parts)))
+    rooms = [x.new_empty(count, width) for _ in weights]
+    spares = [torch.empty_like(room) for room in rooms if of.cap]
     if x.is_meta:
         # As for tiles: all tokens at once, with the memory of one chunk.
         count = tokens
-        room = room.as_strided((tokens, words), (words, 1))
-        if spare is not None:
-            spare = spare.as_strided((tokens, words), (words, 1))
+        whole = tokens, width
+        rooms = [room.as_strided(whole, (width, 1)) for room in rooms]
+        spares = [spare.as_strided(whole, (width, 1)) for spare in spares]
     for start in range(0, tokens, count):
         rows = slice(start, min(start + count, tokens))
         part = x[rows]
         size = part.shape[0]
-        logits = torch.mm(part, weight.mT, out=room[:size])
-        turned = None
-        if spare is not None:
-            turned = logits.div_(of.cap).tanh_()
-            logits = torch.mul(turned, of.cap, out=spare[:size])
+        logits = [
+            torch.mm(part, weight.mT, out=room[:size])
+            for weight, room in zip(weights, rooms, strict=True)
+        ]
+        turned: list[Tensor] = []
+        if of.cap:
+            turned = [each.div_(of.cap).tanh_() for each in logits]
+            logits = [
+                torch.mul(each, of.cap, out=spare[:size])
+                for each, spare in zip(turned, spares, strict=True)
+            ]
         yield _Chunk(rows, part, logits, turned)
 
 
 def _send_back(
-    chunk: _Chunk, gradient: Tensor, of: ChunkedLogits, into: Tensor
+    chunk: _Chunk,
+    gradients: Sequence[Tensor],
+    of: ChunkedLogits,
+    words: Words,
+    into: Tensor,
 ) -> None:
-    """Pass a chunk's gradient of the logits on to `into` (tokens, in) and the weight."""
-    if chunk.turned is not None:
+    """Pass a chunk's gradients of the logits on to `into` (tokens, in) and the weight."""
+    for gradient, turned in zip(gradients, chunk.turned, strict=False):
         # The cap's factors cancel.
         aten = torch.ops.aten.tanh_backward
-        aten.grad_input(gradient, chunk.turned, grad_input=gradient)
-    torch.mm(gradient, of.weight.detach(), out=into[chunk.rows])
-    if of.contribute is not None:
-        of.contribute(gradient.mT, chunk.x)
+        aten.grad_input(gradient, turned, grad_input=gradient)
+    weights = of.weight.detach().chunk(words.parts)
+    if words.all_parts == 1:
+        torch.mm(gradients[0], weights[0], out=into[chunk.rows])
+    else:
+        products = [
+            torch.mm(gradient, weight)
+            for gradient, weight in zip(gradients, weights, strict=True)
+        ]
+        into[chunk.rows] = words.sum(products)
+    if of.contribute is None:
+        return
+    if words.all_parts == 1:
+        of.contribute(gradients[0].mT, chunk.x)
+        return
+    for number, gradient in enumerate(gradients):
+        width = gradient.shape[1]
+        rows = slice(number * width, (number + 1) * width)
+        of.contribute(gradient.mT, chunk.x, rows)
+
+
+def _chunk_gradients(
+    chunk: _Chunk,
+    targets: Tensor,
+    sums: _TokenSums,
+    each: Tensor,
+    terms: _Terms,
+) -> list[Tensor]:
+    """Overwrite the logits of a chunk with their gradients; `each` is its losses'."""
+    return [
+        _write_gradient(logits, targets, sums, each, terms, part)
+        for part, logits in enumerate(chunk.logits)
+    ]
 
 
 class _ChunkedTokenLosses(torch.autograd.Function):
@@ -345,7 +441,7 @@ class _ChunkedTokenLosses(torch.autograd.Function):
     ) -> Tensor:
         parts = [
             _token_sums(chunk.logits, targets[chunk.rows], terms)
-            for chunk in _logit_chunks(x, of)
+            for chunk in _logit_chunks(x, of, terms.words)
         ]
         losses, own, total = map(_joined, zip(*parts, strict=True))
         ctx.of = of._replace(x=x.new_empty(0))
@@ -359,17 +455,16 @@ class _ChunkedTokenLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, targets, own, total = ctx.saved_tensors
         into = torch.empty_like(x)
-        for chunk in _logit_chunks(x, ctx.of):
+        terms, words = ctx.terms, ctx.terms.words
+        for chunk in _logit_chunks(x, ctx.of, words):
             parts = (
                 None if y is None else y[chunk.rows]
                 for y in (gradient, own, total)
             )
             sums = _TokenSums(*parts)  # type: ignore[arg-type]
             target = targets[chunk.rows]
-            given = _write_gradient(
-                chunk.logits, target, sums, sums.losses, ctx.terms
-            )
-            _send_back(chunk, given, ctx.of, into)
+            given = _chunk_gradients(chunk, target, sums, sums.losses, terms)
+            _send_back(chunk, given, ctx.of, words, into)
         return into, None, None, None
 
 
@@ -402,15 +497,14 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, targets = ctx.saved_tensors
         into = torch.empty_like(x)
-        for chunk in _logit_chunks(x, ctx.of):
+        terms, words = ctx.terms, ctx.terms.words
+        for chunk in _logit_chunks(x, ctx.of, words):
             target = targets[chunk.rows]
-            sums = _token_sums(chunk.logits, target, ctx.terms)
+            sums = _token_sums(chunk.logits, target, terms)
             ctx.loss += sums.losses.sum()
             each = gradient.expand(target.shape)
-            given = _write_gradient(
-                chunk.logits, target, sums, each, ctx.terms
-            )
-            _send_back(chunk, given, ctx.of, into)
+            given = _chunk_gradients(chunk, target, sums, each, terms)
+            _send_back(chunk, given, ctx.of, words, into)
         return into, None, None, None
 
 

@@ -41,7 +41,9 @@ def share(size: int, parts: int, index: int) -> slice:
 def time_multiple(layout: Layout) -> int:
     """The multiple to which sequences are padded, so that ranks hold equal parts."""
     ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
-    inside = ulysses * (layout.tp if layout.seq else 1)
+    # `exact` adds gradients over equal parts of time, with seq or without.
+    parts = layout.tp if layout.seq else 1
+    inside = ulysses * max(parts, layout.exact)
     # A rank of a ring holds two chunks of equal length.
     return ring * (math.lcm(2, inside) if ring > 1 else inside)
 

@@ -22,7 +22,7 @@ from torch_shm.settle import HALVES
 from ..comm import Work
 from .groups import UnitGroups
 from .pool import BufferPool, storage_of
-from .products import Matmul
+from .products import Matmul, Place
 from .tensor import Weight
 from .works import ChainedWork, WorkGroup
 
@@ -474,6 +474,18 @@ class Unit:
             # No such kernel on this device: a product of its own, then a copy or a sum.
             product = torch.mm(a, b)
             grad.copy_(product) if first else grad.add_(product)
+
+    def contribute_part(
+        self, name: str, a: Tensor, b: Tensor, place: Place
+    ) -> None:
+        """Add the product of two matrices to a part of a weight's gradient.
+
+        The product has the same shape in every layout: see `parts.py`.
+        """
+        grad = self.parameters[name].grad
+        assert grad is not None
+        self._before_adding(name, grad)
+        grad[place] += torch.mm(a, b)
 
     def contribute_sum(self, name: str, product: Tensor) -> None:
         """Add a product that has been computed already to the gradient of a weight."""

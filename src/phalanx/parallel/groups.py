@@ -180,7 +180,7 @@ def open_groups(
         whole=whole,
         sequences=sequences,
         batch=batch,
-        tp=along("tp", "tp"),
+        tp=_in_tree(along("tp", "tp"), layout),
         # Only neighbours in the ring send to each other.
         ring=world.split(
             prefix + "ring",
@@ -237,7 +237,7 @@ def _open_units(
     }
     also = {
         # ranks that hold the same KV head
-        "kv": shared("kv", _in_runs(over_tp, same)),
+        "kv": _in_tree(shared("kv", _in_runs(over_tp, same)), layout),
         "norms": shared("norms", over_tp),
     }
 
@@ -276,6 +276,12 @@ def _open_units(
         )
 
     return tuple(map(groups_of, range(2 * len(model.pieces))))
+
+
+def _in_tree(group: Group, layout: Layout) -> Group:
+    """The group, whose sums have one order in a layout of `exact`."""
+    group.in_tree = layout.exact > 0
+    return group
 
 
 def _open_whole(

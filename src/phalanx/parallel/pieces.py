@@ -41,7 +41,7 @@ from .low_precision import EightBits, of_expert
 from .model import EVERY
 from .pool import storage_of
 from .preference import PreferenceHead, PreferenceLoss
-from .products import MatmulSpec, into_input, multiply
+from .products import MatmulSpec, Place, into_input, multiply
 from .recompute import Selected, giving, keeping
 from .tensor import RowLinear, VocabularyCrossEntropy
 from .works import ChainedWork
@@ -150,7 +150,9 @@ def _contribute(
         return
     # x: (tokens, in), gradient: (tokens, out)
     x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
-    if spec.transposed:
+    if spec.place is not None:
+        unit.contribute_part(name, gradient.mT, x, spec.place)
+    elif spec.transposed:
         unit.contribute(name, x.mT, gradient)
     else:
         unit.contribute(name, gradient.mT, x)
@@ -265,7 +267,16 @@ def _by_chunks(
     weight: nn.Parameter, unit: Unit, name: str, x: Tensor, bias: None
 ) -> ChunkedLogits:
     """The product of an output projection, left to the loss."""
-    contribute = None if unit.frozen else partial(unit.contribute, name)
+    if unit.frozen:
+        return ChunkedLogits(x, weight, None)
+
+    def contribute(a: Tensor, b: Tensor, rows: slice | None = None) -> None:
+        """Add a product to the gradient of all rows or of some."""
+        if rows is None:
+            unit.contribute(name, a, b)
+        else:
+            unit.contribute_part(name, a, b, (rows,))
+
     return ChunkedLogits(x, weight, contribute)
 
 
@@ -394,9 +405,14 @@ class Piece:
 
     def _product(self, factor: _Factor) -> Callable[..., Tensor]:
         """F.linear (or x @ weight), with the backward of `_Product` for gradients."""
-        weight, spec = factor.weight, factor.spec
+        weight = factor.weight
 
-        def product(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def product(
+            x: Tensor, bias: Tensor | None = None, place: Place | None = None
+        ) -> Tensor:
+            spec = factor.spec
+            if place is not None:
+                spec = spec._replace(place=place)
             # If the input needs no gradient, autograd would not reach the product's
             # backward.
             if (
@@ -405,7 +421,8 @@ class Piece:
                 and x.dim() > 1
                 and weight.dim() == 2
             ):
-                y: Tensor = _Product.call(x, bias, factor, self.pending)
+                used = factor._replace(spec=spec)
+                y: Tensor = _Product.call(x, bias, used, self.pending)
                 return y
             return multiply(x, weight, bias, spec)
 

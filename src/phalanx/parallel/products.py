@@ -36,12 +36,17 @@ class Narrow(NamedTuple):
         return Narrow(self.numbers.mT, self.scales.mT)
 
 
+# The slices of a weight that a product uses, if it is computed in parts.
+Place = tuple[slice, ...]
+
+
 class MatmulSpec(NamedTuple):
     """The way in which a module multiplies by its weight."""
 
     transposed: bool  # the weight is (in, out) and not (out, in)
     matmul: Matmul | None
     scales: Tensor | None = None  # of a weight that is already in 8 bits
+    place: Place | None = None  # see `parts.py`
 
     def factor(self, weight: Tensor) -> Any:
         """The weight as the factor of a matmul, (out, in), with scales if in 8 bits."""
@@ -53,6 +58,8 @@ def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: MatmulSpec
 ) -> Tensor:
     """Multiply x (..., in) by a weight."""
+    if spec.place is not None:
+        weight = _part(weight, spec.place)
     if spec.matmul is None:
         # Only a linear has a bias, and its weight is (out, in).
         return x @ weight if spec.transposed else F.linear(x, weight, bias)
@@ -63,6 +70,13 @@ def multiply(
 def into_input(gradient: Tensor, weight: Tensor, spec: MatmulSpec) -> Tensor:
     """The gradient of x in that product, given the gradient (..., out) of its output."""
     # (..., out) times (out, in)
+    if spec.place is not None:
+        weight = _part(weight, spec.place)
     if spec.matmul is None:
         return gradient @ (weight.mT if spec.transposed else weight)
     return spec.matmul.input_gradient(gradient, spec.factor(weight))
+
+
+def _part(weight: Tensor, place: Place) -> Tensor:
+    """A part of a weight, with the same strides on every rank."""
+    return weight[place].contiguous()

@@ -8,9 +8,9 @@ replaced by versions for a part of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any
 
@@ -35,7 +35,9 @@ from ..models.loss import Logits, Words
 from .groups import Groups
 from .model import Model
 from .own_tp import install_views
+from .parts import InParts, OverTime, Parts, Shared, add_in_tree
 from .preference import PreferenceLoss
+from .products import Place
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,12 @@ def cut_weights(
         adds = pieces.sum_over_tp(dims, cuts, layout)
         # A scalar has no dim to shard.
         shared = max((cut.copies for cut in cuts), default=1)
-        # KV heads are copied over runs of `shared` tp ranks, other weights over all.
-        copies = shared if adds == pieces.Sum.KV else layout.tp
         over_tp = tuple("tp" in axes for axes in layout.axes_of(dims))
+        # KV heads are copied over runs of `shared` tp ranks, and weights that tp does
+        # not shard over all of them.
+        copies = shared if any(over_tp) else layout.tp
         # Of the ranks with one copy, the first counts its gradient in the norm.
-        counted = tp % copies == 0 if adds or not any(over_tp) else True
+        counted = tp % copies == 0
         rate, frozen = model.rates.get(name, 0.0), name in model.frozen
         known = name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen
         weights[name] = Weight(
@@ -233,14 +236,26 @@ class VocabularyCrossEntropy(nn.Module):
         return token_loss(logits, targets, self.words, self.z)
 
 
-def words_of(cut: Cut, group: Group) -> Words:
-    """A rank's part of a vocabulary that the ranks of `group` share."""
-    return Words(cut.start, cut.stop - cut.start, group.all_reduce)
+def words_of(cut: Cut, group: Group, parts: int = 0) -> Words:
+    """A rank's part of a vocabulary that the ranks of `group` share.
+
+    In a layout of `exact` it is divided into so many parts, of all ranks.
+    """
+    words = Words(cut.start, cut.stop - cut.start, group.all_reduce)
+    if parts < 2:
+        return words
+    own = parts // group.size
+    return words._replace(parts=own, all_parts=parts, add=add_in_tree)
+
+
+def _plus_bias(module: Any, x: Tensor) -> Tensor:
+    y: Tensor = x + module.bias
+    return y
 
 
 def install_regions(model: Model, layout: Layout, groups: Groups) -> None:
     """Replace modules, so that the model computes the same on shards."""
-    if layout.tp == 1:
+    if layout.tp == 1 and layout.exact < 2:
         return
     for prefix, piece in model.pieces:
         _Installer(model, layout, groups, prefix, piece).run()
@@ -277,6 +292,11 @@ class _Installer:
             self.fork = lambda x: regions.copy(x, tp)
             self.join = lambda x: regions.reduce(x, tp)
 
+        self.parts = None
+        if layout.exact > 1:
+            count = layout.exact // layout.tp
+            self.parts = Parts(tp.rank * count, count)
+
     def run(self) -> None:
         self._cut_norms()
         rows, columns = self._cut_modules()
@@ -295,10 +315,13 @@ class _Installer:
                 module.ranks = self.layout.tp
             elif isinstance(module, Merge):
                 module.register_forward_hook(lambda m, args, y: self.join(y))
-        for name in rows:
-            self._replace(name, RowLinear(self._at(name), self.join))
-        for owner in owners:
-            self._fork(self._at(owner))
+        if self.parts is None:
+            for name in rows:
+                self._replace(name, RowLinear(self._at(name), self.join))
+            for owner in owners:
+                self._fork(self._at(owner))
+        else:
+            self._install_parts(self.parts, rows, owners)
         # A column weight without a row weight behind it, such as the output projection.
         for name, dim in columns.items():
             if not any(name.startswith(owner + ".") for owner in owners):
@@ -306,6 +329,80 @@ class _Installer:
         install_views(self.piece, self.layout.tp, self.groups.tp.rank)
         if self.seq:
             self._cut_time()
+
+    def _install_parts(
+        self, parts: Parts, rows: Sequence[str], owners: Collection[str]
+    ) -> None:
+        """Run owners of row weights in parts, and other modules on parts of time."""
+        # As many ranks of tp have other parts of time.
+        ranks = self.layout.tp if self.seq else 1
+        times = self.layout.exact // ranks
+        group = self.groups.tp if self.seq else None
+        for owner in owners:
+            module, full = self._at(owner), f"{self.prefix}.{owner}"
+            shared = [
+                self._shared(f"{full}.{path}", child, key)
+                for path, child in module.named_modules()
+                for key in self._tensors(child)
+            ]
+            run = InParts(module.forward, parts, shared, self.fork, self.join)
+            module.forward = run
+            for name in rows:
+                row: Any = self._at(name)
+                if name.startswith(owner + ".") and row.bias is not None:
+                    plain = partial(_plus_bias, row)
+                    add = OverTime(plain, row, ["bias"], times, group)
+                    run.biases.append((row, add))
+        for name, child in self.piece.named_modules():
+            keys = list(child._parameters)
+            inside = any(name.startswith(owner + ".") for owner in owners)
+            if keys and not inside and self._whole(name, child):
+                run_parts = OverTime(child.forward, child, keys, times, group)
+                other: Any = child
+                other.forward = run_parts
+
+    def _tensors(self, module: nn.Module) -> list[str]:
+        """The names of a module's own weights and buffers."""
+        both = *module._parameters.items(), *module._buffers.items()
+        return [key for key, x in both if x is not None]
+
+    def _dims(self, path: str, x: Tensor) -> tuple[str, ...]:
+        return self.model.rules.dims(path.replace("..", "."), x.dim())
+
+    def _whole(self, name: str, module: nn.Module) -> bool:
+        """True if tp shards none of a module's own weights."""
+        return not any(
+            AXIS_OF.get(dim) == "tp"
+            for key, x in module._parameters.items()
+            if x is not None
+            for dim in self._dims(f"{self.prefix}.{name}.{key}", x)
+        )
+
+    def _shared(self, path: str, module: nn.Module, key: str) -> Shared:
+        """The places in the parts of a weight or a buffer of an owner."""
+        x: Any = getattr(module, key)
+        layout, parts, tp = self.layout, self.parts, self.groups.tp
+        assert parts is not None
+        dims = self._dims(f"{path}.{key}", x)
+        places: list[Place] = [(slice(None),)] * parts.count
+        copies = layout.exact
+        for number, axes in enumerate(layout.axes_of(dims)):
+            if "tp" not in axes and AXIS_OF.get(dims[number]) != "tp":
+                continue
+            size = x.shape[number]
+            unit = max(1, size // self.model.counts.get(dims[number], size))
+            start = Cut.of(size, layout.tp, tp.rank, unit).start
+            places = []
+            for part in range(parts.first, parts.first + parts.count):
+                cut = Cut.of(size, layout.exact, part, unit)
+                copies = cut.copies
+                own = slice(cut.start - start, cut.stop - start)
+                places.append((*[slice(None)] * number, own))
+        group = None
+        if copies > parts.count:
+            kv = self.groups.units[0].also["kv"]
+            group = tp if copies == layout.exact else kv
+        return Shared(module, key, tuple(places), group)
 
     def _cut_norms(self) -> None:
         for name, module in list(self.piece.named_modules()):
@@ -415,7 +512,7 @@ class _Installer:
 
     def _shard_loss(self, owner: Any, cut: Cut) -> None:
         """Make the loss of a head take this rank's words of the logits."""
-        words = words_of(cut, self.groups.tp)
+        words = words_of(cut, self.groups.tp, self.layout.exact)
         if isinstance(owner.loss, PreferenceLoss):
             owner.loss.words = words
             return

@@ -235,7 +235,7 @@ class Copies:
     def _group_along_tp(self, entry: Entry) -> Group | None:
         weight = entry.weight
         # shared by neighbouring ranks that repeat the same KV head
-        if weight.adds == "kv":
+        if weight.copies > 1:
             return self.along_tp["kv"]
         # Weights sharded by tp have no copies along it; others have as for
         # norms.

@@ -30,6 +30,8 @@ from .trial import Leaves, Seen, Setting, join, program_in, train_layout
 from .verify import OPTIMIZERS, Verdict, failed, worlds_over, wrong_transport
 
 PRECISIONS = (FP32, BF16)
+# one microbatch's gradient of each weight, by weight, piece and microbatch
+Gradients = dict[tuple[str, int, int], Tensor]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,21 +41,31 @@ class Bits:
 
     program: Program
     trace: Trace
-    leaves: tuple[Leaves, ...]  # of each step
+    # of each step, by weight, piece and microbatch
+    leaves: tuple[Gradients, ...]
     microbatches: int  # of all ranks
 
     @classmethod
     def of(
         cls, layout: Layout, program: Program, seen: Sequence[Seen], steps: int
     ) -> Bits:
-        leaves: list[Leaves] = [{} for _ in range(steps)]
+        leaves: list[Gradients] = [{} for _ in range(steps)]
         for rank in seen:
             for step, own in enumerate(rank.leaves):
-                # Ranks of one stage of a pipeline have the same leaves only if they
-                # are of the same microbatch, which no two ranks compute.
-                leaves[step] |= own
+                # Only ranks of one tp have leaves of the same microbatch: parts of
+                # them, or copies.
+                _put(own, leaves[step])
         count = layout.data * layout.microbatches
         return cls(program, join(seen, steps), tuple(leaves), count)
+
+
+def _put(own: Leaves, whole: Gradients) -> None:
+    """Put a rank's parts of gradients into whole ones, which begin as NaN."""
+    for key, (weight, gradient) in own.items():
+        if key not in whole:
+            whole[key] = gradient.new_full(weight.shape, torch.nan)
+        held = tuple(slice(cut.stop - cut.start) for cut in weight.cuts)
+        whole[key][weight.box] = gradient[held]
 
 
 def verify_exact(
@@ -73,7 +85,7 @@ def verify_exact(
     shape = replace(shape, dropout=dropout)
     make = make or partial(build_model, shape)
     chosen = [
-        replace(x, precision=name, exact=True)
+        replace(x, precision=name, exact=max(1, x.exact))
         for x in layouts
         for name in precisions
     ]
@@ -81,9 +93,9 @@ def verify_exact(
         refuse_unfit(make(), layout)
 
     @cache
-    def setting_of(microbatches: int, name: str) -> Setting:
+    def setting_of(microbatches: int, name: str, parts: int) -> Setting:
         precision = precision_of(name)
-        batch = exact_batch(one_process(microbatches, name))
+        batch = exact_batch(one_process(microbatches, name, parts))
         sized = replace(shape, batch=batch)
         batches = partial(
             trial_batch,
@@ -102,9 +114,9 @@ def verify_exact(
         )
 
     @cache
-    def alone(microbatches: int, name: str) -> Bits:
-        one = one_process(microbatches, name)
-        setting = setting_of(microbatches, name)
+    def alone(microbatches: int, name: str, parts: int) -> Bits:
+        one = one_process(microbatches, name, parts)
+        setting = setting_of(microbatches, name, parts)
         with worlds_over(THREADS)(1) as run:
             return _bits(run, one, make, setting)
 
@@ -115,7 +127,8 @@ def verify_exact(
         with worlds_over(backend)(size) as run:
             wrong = wrong_transport(size, run)
             for layout in group:
-                terms = layout.data * layout.microbatches, layout.precision
+                count = layout.data * layout.microbatches
+                terms = count, layout.precision, layout.exact
                 setting = setting_of(*terms)
                 yield (
                     _verdict(layout, wrong)
@@ -124,14 +137,14 @@ def verify_exact(
                 )
 
 
-def one_process(microbatches: int, precision: str) -> Layout:
+def one_process(microbatches: int, precision: str, parts: int) -> Layout:
     """The layout of one process that runs so many microbatches."""
     return Layout(
         Mesh(),
         schedule=ACCUM,
         microbatches=microbatches,
         precision=precision,
-        exact=True,
+        exact=parts,
     )
 
 
@@ -222,7 +235,7 @@ def _outputs(
                 yield f"the output of {name} for {_at(got, ops.FORWARD, piece, m)}"
 
 
-def _leaves(got: Bits, mine: Leaves, known: Leaves) -> Iterator[str]:
+def _leaves(got: Bits, mine: Gradients, known: Gradients) -> Iterator[str]:
     kinds = {op.kind for row in got.program.rows for op in row}
     whole = ops.BACKWARD in kinds
     kind = ops.BACKWARD if whole else ops.WEIGHT_GRADIENT

@@ -167,7 +167,7 @@ def trial_layout(layout: Layout) -> Layout:
         matmul="",
         compile="",
         # The trial is in float64, which `exact` does not cover.
-        exact=False,
+        exact=0,
         recompute=recompute,
         stages=(),
     )

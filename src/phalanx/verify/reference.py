@@ -177,9 +177,9 @@ def project(output: Tensor) -> Tensor:
     )
     # Divided by sqrt(width), so that sums of wide outputs are as large as
     # those of narrow ones.
-    return (output.detach().double() @ vector.to(output.device)) / math.sqrt(
-        width
-    )
+    # Not a matrix-vector product: its rounding depends on the number of tokens.
+    products = output.detach().double() * vector.to(output.device)
+    return products.sum(-1) / math.sqrt(width)
 
 
 def validation_of(batches: Batches, steps: int) -> list[Batch]:

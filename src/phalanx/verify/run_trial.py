@@ -209,7 +209,7 @@ def resumed_layout(layout: Layout) -> Layout:
 
 def _computing(layout: Layout, precision: str, matmul: str) -> Layout:
     """Return the layout in another precision."""
-    exact = layout.exact and precision in COVERED
+    exact = layout.exact if precision in COVERED else 0
     return replace(layout, precision=precision, matmul=matmul, exact=exact)
 
 

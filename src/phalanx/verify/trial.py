@@ -105,8 +105,17 @@ class Part(NamedTuple):
 
 # parts of a unit's gradient, by their places in its shard
 Gradients = dict[int, Tensor]
-# one microbatch's gradients of weights, by weight, piece and microbatch of the step
-Leaves = dict[tuple[str, int, int], Tensor]
+
+
+class Leaf(NamedTuple):
+    """One microbatch's gradient of a rank's part of a weight."""
+
+    weight: Weight
+    gradient: Tensor
+
+
+# by weight, piece and microbatch of the step
+Leaves = dict[tuple[str, int, int], Leaf]
 # tokens of a piece's output, and one number (or the experts) for each of them
 Output = tuple[Tensor, Tensor]
 
@@ -168,8 +177,10 @@ class _Recorder:
         user, m = program.tree_of(op)
         first = local.coordinates["data"] * program.microbatches
         for unit in executor._exact_units(op):
+            weights = {weight.name: weight for weight in unit.order}
             for name, gradient in unit.leaf(user, m).items():
-                self.leaves[name, user, first + m] = gradient.cpu().clone()
+                own = Leaf(weights[name], gradient.cpu().clone())
+                self.leaves[name, user, first + m] = own
         return self.add(op)
 
 
