@@ -159,6 +159,11 @@ class Training:
         "steps between bit-by-bit comparisons of the copies of weights and optimizer"
         " state; also before each save; 0: never",
     )
+    audit: int = key(
+        0,
+        "steps that each start records in `out`/audit, for `phalanx audit compare` with"
+        " another layout of the run; 0: none",
+    )
     fallback: str = key(
         "",
         "layouts for other numbers of ranks than that of `layout`, in order: dp3 tp2;"

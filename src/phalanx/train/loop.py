@@ -153,6 +153,11 @@ def _from_start_to_end(
         validations = Validations(rank, log)
         measured = MeasuredStep(rank, log, start)
         observers = [observe(rank, start)] if observe else []
+        if run.train.audit:
+            # Imported here: it loads DTensors, which takes a second.
+            from .audit import AuditRecords
+
+            observers.append(AuditRecords(rank, start).after_step)
         _log_start(rank, log, start)
         with traced(rank) as trace:
             # Called after each step, in the same order on all ranks: several

@@ -71,6 +71,8 @@ class _Pair:
     theirs: dict[str, Parameter]
     our_step: Step
     their_step: Step
+    perturbed: list[Step]  # of the reference
+    first: bool  # of the steps that are compared
 
 
 def compare(
@@ -99,10 +101,12 @@ def compare(
             reference.steps[number].parameters(names),
             run.steps[number],
             reference.steps[number],
+            [each.steps[number] for each in perturbed],
+            first=number == numbers[0],
         )
         verdict.parameters = len(pair.theirs)
         verdict.precision = _precision_of(pair)
-        comparison = _Comparison(pair, verdict, perturbed, names)
+        comparison = _Comparison(pair, verdict, names)
         comparison.conduct()
         if verdict.result != EQUAL:
             verdict.step = number
@@ -111,9 +115,9 @@ def compare(
                 verdict.where = where(
                     pair.our_step,
                     pair.their_step,
-                    [each.steps[number] for each in perturbed],
+                    pair.perturbed,
                     verdict.precision,
-                    number,
+                    first=pair.first,
                 )
             # Later steps differ because of this one.
             break
@@ -131,11 +135,8 @@ def _precision_of(pair: _Pair) -> str:
 class _Comparison:
     """The comparison of one step; it stops at the first quantity that differs."""
 
-    def __init__(
-        self, pair: _Pair, verdict: Verdict, perturbed: list[Run], names: Names
-    ) -> None:
+    def __init__(self, pair: _Pair, verdict: Verdict, names: Names) -> None:
         self.pair, self.verdict, self.names = pair, verdict, names
-        self.perturbed = perturbed
         self.passed: list[str] = []
 
     def conduct(self) -> None:
@@ -231,7 +232,7 @@ class _Comparison:
     def _places(self) -> None:
         apart = parameters_apart(self.pair.ours)
         # Later steps differ by rounding anyway, so only the start decides.
-        if apart and self.pair.number == 0:
+        if apart and self.pair.first:
             text = (
                 f"{len(apart)} parameters are different tensors on different ranks ({_some(set(apart))}):"
                 " shards that nobody declares, or copies that do not start alike"
@@ -262,7 +263,7 @@ class _Comparison:
             return
         # After the first step equal starts are known, so other weights are a
         # fault.
-        if self.pair.number:
+        if not self.pair.first:
             self._refute(WEIGHT, different)
             return
         self.verdict.different = different
@@ -329,7 +330,7 @@ class _Comparison:
         limit = 10 * limit_of_norm(self.verdict.precision)
         # Beyond the first step, and below float64, the gradients themselves
         # are rounded.
-        if self.pair.number or self.verdict.precision != "float64":
+        if not self.pair.first or self.verdict.precision != "float64":
             limit = max(limit, self._loosest(GRADIENT))
         for a, b in zip(theirs, ours, strict=True):
             expected = next(iter(a.values()))
@@ -376,7 +377,7 @@ class _Comparison:
         # In 16 bits updates are mostly rounding; perturbed runs then give the
         # limits.
         exact = self.verdict.precision in ("float64", MIXED, "float32")
-        if exact or self.perturbed:
+        if exact or self.pair.perturbed:
             self._quantity(UPDATED)
 
     def _quantity(self, kind: str) -> None:
@@ -397,11 +398,11 @@ class _Comparison:
     def _limits(self, kind: str) -> dict[str, float]:
         return parameter_limits(
             kind,
-            self.pair.number,
             self.pair.theirs,
             self.verdict.precision,
-            self.perturbed,
+            self.pair.perturbed,
             self.names,
+            first=self.pair.first,
         )
 
     def _differing(self, kind: str) -> list[Different]:

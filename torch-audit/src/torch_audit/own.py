@@ -45,8 +45,9 @@ def judged(
         each.first.joined(names)
     parameters = one.first.parameters(names)
     precision = verdict.precision
+    steps = [each.first for each in perturbed]
     limits = parameter_limits(
-        GRADIENT, 0, parameters, precision, perturbed, names
+        GRADIENT, parameters, precision, steps, names, first=True
     )
     hidden = []
     for different in exact.different:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from .records import UPDATED
-from .runs import Names, Parameter, Run, Step
+from .runs import Names, Parameter, Step
 from .sketch import norm_of
 
 # A float64 model that computes some operations in float32, such as norms, a softmax or the loss. Sums
@@ -115,19 +115,20 @@ def _measured(
     return _MARGIN * relative[len(relative) // 2] if relative else 0.0
 
 
-def usual_difference(precision: str, number: int) -> float:
-    """The relative difference that is usual between layouts, in the step of this number."""
+def usual_difference(precision: str, *, first: bool) -> float:
+    """The relative difference that is usual between layouts, in the first step that is compared or later."""
     # Later steps start from weights that differ by rounding.
-    return _RELATIVE[precision] * (1 if number == 0 else 10)
+    return _RELATIVE[precision] * (1 if first else 10)
 
 
 def parameter_limits(
     kind: str,
-    number: int,
     reference: dict[str, Parameter],
     precision: str,
-    perturbed: Sequence[Run],
+    perturbed: Sequence[Step],
     names: Names,
+    *,
+    first: bool,
 ) -> dict[str, float]:
     """The limits of all parameters, in a kind and a step."""
     sketches = {
@@ -139,8 +140,8 @@ def parameter_limits(
         for name, sketch in sketches.items()
     }
     apart = []
-    for run in perturbed:
-        parameters = run.steps[number].parameters(names)
+    for step in perturbed:
+        parameters = step.parameters(names)
         apart.append(
             {
                 name: _apart(kind, parameter, parameters.get(name))
@@ -149,7 +150,7 @@ def parameter_limits(
         )
     # Adam turns the rounding of an element near zero into an update of full size.
     rough = kind == UPDATED and precision == MIXED
-    usual = usual_difference("float32" if rough else precision, number)
+    usual = usual_difference("float32" if rough else precision, first=first)
     limits = limits_by_name(norms, apart, precision, usual)
     if kind == UPDATED:
         # An update is the difference of two rounded weights.

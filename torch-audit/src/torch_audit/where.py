@@ -137,7 +137,8 @@ def where(
     theirs: Step,
     perturbed: Sequence[Step],
     precision: str,
-    number: int,
+    *,
+    first: bool,
 ) -> Where:
     """The place at which a difference of gradients begins; `theirs` is the reference's step."""
     if not same_samples(ours, theirs):
@@ -152,7 +153,8 @@ def where(
     if not keys:
         reason = "no module of both runs has a row for each token"
         return Where(Begins.UNKNOWN, reason=reason)
-    search = _Search(found, expected, perturbed, precision, number)
+    search = _Search(found, expected, perturbed, precision)
+    search.relative = usual_difference(precision, first=first)
     forward = [key for key in keys if not key[1]]
     backward = [key for key in keys if key[1]]
     return (
@@ -171,12 +173,11 @@ class _Search:
         expected: Outputs,
         perturbed: Sequence[Step],
         precision: str,
-        number: int,
     ) -> None:
         self.found, self.expected = found, expected
         self.perturbed = [outputs_of(step) for step in perturbed]
         self.precision = precision
-        self.relative = usual_difference(precision, number)
+        self.relative = usual_difference(precision, first=True)
         self.factor = 1.0
 
     def first(
