@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from loop_worlds import small, trained
+from loop_worlds import small, trained, weights
+
+from phalanx.comm import Work
+from phalanx.parallel import Unit
+from phalanx.train.audit import folder_of
+from phalanx.train.checkpoint_format import read_manifest
+from phalanx.train.checkpoint_load import TensorReader
 from torch_audit import records
 from torch_audit.checks import check_run
 from torch_audit.compare import EQUAL, REFUTED, compare
@@ -16,17 +22,8 @@ from torch_audit.runs import Names, Run, load
 from torch_audit.shards import whole_place
 from torch_audit.sketch import sketch
 
-from phalanx.parallel import Unit
-from phalanx.train.audit import folder_of
-
 DENSE = ("steps=2", "train.audit=2", "validation.batches=0")
-EXPERTS = (
-    *DENSE,
-    "model.experts=4",
-    "model.top_k=2",
-    "model.heads=4",
-    "model.kv_heads=2",
-)
+EXPERTS = (*DENSE, "model.experts=4", "model.top_k=2", "model.tied=true")
 
 
 def recorded(out: Path, layout: str, *more: str) -> Run:
@@ -42,10 +39,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp2x2 zero3 acc:3 fp64",
+        "dp2x2 zero3 accum:2 fp64",
         "tp2 seq pp2 1f1b:2 fp64",
         "dp2 cp2 zero1 fp64",
-        "tp3 fp64",
+        "tp2 fp64",
     ],
 )
 def test_a_layout_records_the_step_of_one_process(
@@ -57,3 +54,99 @@ def test_a_layout_records_the_step_of_one_process(
     assert (verdict.steps, verdict.precision) == (2, "float64")
     assert 0 < verdict.worst < 1e-12
     assert not [x for x in check_run(run) if x.fault]
+
+
+def test_experts_tied_weights_and_muon_record_the_same(tmp_path: Path) -> None:
+    more = (*EXPERTS, "optimizer.name=muon", "train.check_copies=0")
+    one = recorded(tmp_path / "one", "fp64", *more)
+    run = recorded(tmp_path / "run", "dp2 ep2 pp2 fp64", *more)
+    verdict = compare(one, run)
+    assert verdict.result == EQUAL, verdict_text(verdict, "run", "one")
+    assert not [x for x in check_run(run) if x.fault]
+
+
+def test_recorded_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Sketches of the whole tensors that the run has saved, which the recorder never saw."""
+    out = tmp_path / "run"
+    run = recorded(out, "tp2 dp2 zero2 fp64", *DENSE)
+    path = out / "checkpoints" / "step-00000002"
+    manifest = read_manifest(path)
+    parameters = run.steps[1].parameters(Names())
+    with TensorReader(path, manifest) as reader:
+        whole = {x.title: reader.whole(x) for x in manifest.tensors}
+    compared = 0
+    for name, parameter in parameters.items():
+        weight = whole[f"weight/{name}"]
+        indices = whole_place(tuple(weight.shape)).indices
+        found = parameter.whole(records.UPDATED)
+        torch.testing.assert_close(
+            torch.tensor(found, dtype=torch.float64), sketch(weight, indices)
+        )
+        compared += 1
+    assert compared > 20
+
+
+def test_a_start_in_another_layout_records_steps_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """A run goes on from one checkpoint in two layouts; only its recorded steps are compared."""
+    runs = {}
+    for layout in ("fp64", "tp2 zero1 dp2 fp64"):
+        out = tmp_path / layout.replace(" ", "-")
+        trained(small(out, "steps=2", "train.audit=0"), "dp2 fp64")
+        assert not (out / "audit").exists()
+        more = ("steps=5", "train.audit=2")
+        trained(small(out, *more), layout)
+        runs[layout] = load(folder_of(out, 2))
+    one, run = runs.values()
+    assert sorted(run.steps) == [2, 3]
+    assert compare(one, run).result == EQUAL
+
+
+def test_half_precision_is_recorded_without_its_loss_scale(
+    tmp_path: Path,
+) -> None:
+    one = recorded(tmp_path / "one", "fp16", *DENSE)
+    run = recorded(tmp_path / "run", "dp2 zero3 fp16", *DENSE)
+    verdict = compare(one, run)
+    assert (verdict.result, verdict.precision) == (EQUAL, "float16")
+    # Not 2^16 times as large: the norm that the log tells.
+    (clip,) = one.first.ranks[0].clips
+    squares = one.first.ranks[0].sketches[records.GRADIENT].values()
+    total = sum(numbers[0] for numbers in squares) ** 0.5
+    assert total == pytest.approx(clip.told, rel=1e-2)
+
+
+def test_a_layout_that_leaves_out_a_sum_is_named(
+    tmp_path: Path, one: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms on parts of a sequence, whose gradients ranks of tp have to sum."""
+
+    def nothing(self: Unit) -> Any:
+        return Work()
+
+    monkeypatch.setattr(Unit, "sum_parts", nothing)
+    more = (*DENSE, "train.check_copies=0")
+    run = recorded(tmp_path / "run", "tp2 seq fp64", *more)
+    verdict = compare(one, run)
+    assert (verdict.result, verdict.quantity) == (REFUTED, "gradient")
+    assert all("norm" in x.name for x in verdict.different)
+    assert len(verdict.different) >= 3
+    # Also without a reference.
+    faults = {x.check for x in check_run(run) if x.fault}
+    assert "copies" in faults
+
+
+def test_recorded_steps_change_no_bit_and_nothing_stays_behind(
+    tmp_path: Path,
+) -> None:
+    """All weights after four steps, of which none, two or all are recorded."""
+    found = set()
+    for steps in (0, 2, 4):
+        out = tmp_path / str(steps)
+        more = ("steps=4", "validation.batches=0", f"train.audit={steps}")
+        trained(small(out, *more), "dp2 zero3")
+        found.add(str(weights(out, 4)))
+        made = list(out.glob("audit/*/*.audit"))
+        assert len(made) == 2 * steps
+    assert len(found) == 1

@@ -349,7 +349,7 @@ class Merge(nn.Module):
 
     def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
         # each: (B, T, top_k, hidden)
-        each = _ordered(y, _inverse(order)).view(*gates.shape, -1)
+        each = _ordered(y, _inverse(order)).view(*gates.shape, y.shape[-1])
         # Gates are float32 or wider, so products and sum are too: one rounding.
         # (B, T, hidden)
         weighted = each * gates.unsqueeze(-1)

@@ -38,7 +38,7 @@ def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch | None:
     # A vector has one value for each sample.
     if values.ndim == 1:
         values = values[:, None]
-    rows = values.reshape(values.shape[0], -1)
+    rows = values.flatten(1)  # also of no samples
     integers = not values.is_floating_point()
     # Floats by their bits, so that equal hashes mean equal values.
     bits = rows.long() if integers else rows.double().view(torch.int64)
