@@ -27,7 +27,8 @@ class _RootMeanSquare(FrequentFunction):
         mean: Tensor = size.square_().div_(x.shape[-1])
         scale = mean.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale * weight).to(x.dtype)
+        # Intermediate results are overwritten, which is faster than new memory.
+        return (x * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -38,7 +39,7 @@ class _RootMeanSquare(FrequentFunction):
         # (..., 1): the component along x
         along = product @ weight.to(scale.dtype)
         along = along.unsqueeze(-1) / x.shape[-1]
-        into_x = (g * weight - normed * along) * scale
+        into_x = (g * weight).sub_(normed.mul_(along)).mul_(scale)
         into_weight = product.flatten(0, -2).sum(0)
         return into_x.to(x.dtype), into_weight.to(weight.dtype), None
 

@@ -145,5 +145,6 @@ def rotate(
     # Each feature times its cosine, plus its partner times the sine: (a, b) becomes
     # (a cos - b sin, b cos + a sin), in float32 or wider. Computing each half apart has
     # the same bits, but starts seven kernels in place of four and takes 1.3 of the time.
-    turned = wide * cos + wide.roll(half, -1) * sin
+    # Intermediate results are overwritten, which is faster than new memory.
+    turned = (wide * cos).add_(wide.roll(half, -1).mul_(sin))
     return turned.to(x.dtype)
