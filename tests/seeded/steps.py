@@ -217,7 +217,7 @@ def _() -> AbstractContextManager[None]:
     ) -> loss._TokenSums:
         sums = loss._shared_sums(logits, targets, terms)
         assert sums.own is not None
-        of_z = terms.z * sums.own.square() * (targets != -100)
+        of_z = terms.z * sums.own[:, 0].square() * (targets != -100)
         return sums._replace(losses=sums.losses + of_z)
 
     return swapped(loss, "_token_sums", token_sums)

@@ -236,16 +236,9 @@ class VocabularyCrossEntropy(nn.Module):
         return token_loss(logits, targets, self.words, self.z)
 
 
-def words_of(cut: Cut, group: Group, parts: int = 0) -> Words:
-    """A rank's part of a vocabulary that the ranks of `group` share.
-
-    In a layout of `exact` it is divided into so many parts, of all ranks.
-    """
-    words = Words(cut.start, cut.stop - cut.start, group.all_reduce)
-    if parts < 2:
-        return words
-    own = parts // group.size
-    return words._replace(parts=own, all_parts=parts, add=add_in_tree)
+def words_of(cut: Cut, group: Group) -> Words:
+    """A rank's part of a vocabulary that the ranks of `group` share."""
+    return Words(cut.start, cut.stop - cut.start, group.all_reduce)
 
 
 def _plus_bias(module: Any, x: Tensor) -> Tensor:
@@ -512,7 +505,13 @@ class _Installer:
 
     def _shard_loss(self, owner: Any, cut: Cut) -> None:
         """Make the loss of a head take this rank's words of the logits."""
-        words = words_of(cut, self.groups.tp, self.layout.exact)
+        words = words_of(cut, self.groups.tp)
+        if self.parts is not None:
+            words = words._replace(
+                parts=self.parts.count,
+                all_parts=self.layout.exact,
+                add=add_in_tree,
+            )
         if isinstance(owner.loss, PreferenceLoss):
             owner.loss.words = words
             return
