@@ -29,7 +29,7 @@ slow: .venv/installed
 
 # Mistakes put into the code on purpose, and what `phalanx verify` says of each.
 faults: .venv/installed
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m seeded
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m seeded $(FAULTS)
 
 # Small mistakes drawn at random in code that a layout runs, and what notices each: some minutes for each.
 # make mutations MUTATIONS="--count 60 --package models,parallel"

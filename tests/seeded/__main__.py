@@ -1,6 +1,7 @@
 """Table of `docs/verified.md`: each seeded fault with the finding of `verify`.
 
-Arguments select the faults whose names contain all of these words.
+Arguments select the faults whose names contain all of these words. With `--exact`, the
+table of `docs/exact.md`: the findings of `verify --exact` in bfloat16.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import sys
 from dataclasses import asdict
 
 from . import FAULTS, catch
+from .exact import catch_exactly, table
 
 
 def main() -> int:
     words = [
         word
         for argument in sys.argv[1:]
-        if argument != "--json"
+        if not argument.startswith("--")
         for word in argument.split()
     ]
     chosen = [
         fault for fault in FAULTS if all(word in fault.name for word in words)
     ]
+    if "--exact" in sys.argv[1:]:
+        found = [*map(catch_exactly, chosen)]
+        print(table(found))
+        return 0 if all(c.refused or c.first_difference for c in found) else 1
     caught = [
         catch(fault, dtype) for fault in chosen for dtype in fault.dtypes
     ]

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from seeded import FAULTS
+from seeded.exact import catch_exactly
 
 from phalanx.comm import Work
 from phalanx.layout import Layout
@@ -154,6 +156,23 @@ def test_a_part_that_is_not_shared_is_found(
 
     monkeypatch.setattr(ExactUnit, "share_sums", share_sums)
     assert differences("gqa", "dp2 exact", FP32)
+
+
+def test_a_mistake_that_one_process_makes_too_differs_from_plain_torch() -> (
+    None
+):
+    decay = next(f for f in FAULTS if f.name.startswith("weight decay"))
+    with decay.patch():
+        (found,) = differences("gqa", "accum:2 exact", FP32)
+    assert found.startswith("one process differs from plain torch: step 0")
+    assert "norm.weight" in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_every_seeded_fault_is_found_in_bfloat16(part: int) -> None:
+    found = [*map(catch_exactly, FAULTS[part::8])]
+    assert not [c for c in found if not (c.refused or c.first_difference)]
 
 
 # ---- sums of numbers
