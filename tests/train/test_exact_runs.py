@@ -86,9 +86,10 @@ def test_a_run_goes_on_with_fewer_ranks_and_the_same_bits(
 def test_more_runs_have_the_bits_of_one_process(
     layout: str, tmp_path: Path
 ) -> None:
-    for words in ((), ("precision=bf16",)):
-        known = bits(tmp_path / f"alone{len(words)}", ALONE, *words)
-        assert bits(tmp_path / f"run{len(words)}", layout, *words) == known
+    for precision in "fp32", "bf16", "fp16":
+        word = f"precision={precision}"
+        known = bits(tmp_path / f"alone-{precision}", ALONE, word)
+        assert bits(tmp_path / precision, layout, word) == known
 
 
 @pytest.mark.slow

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import FAULTS
-from seeded.exact import catch_exactly
 
 from phalanx.comm import Work
 from phalanx.layout import Layout
 from phalanx.layout.cases import SHAPES, covering, exact_layouts
-from phalanx.layout.choices import BF16, FP32
+from phalanx.layout.choices import BF16, FP16, FP32
 from phalanx.parallel import exact as units
 from phalanx.parallel.exact import ExactUnit
 from phalanx.train import totals
@@ -23,6 +21,8 @@ from phalanx.train.totals import (
     sum_of_limbs,
 )
 from phalanx.verify.exact import verify_exact
+from seeded import FAULTS
+from seeded.exact import catch_exactly
 
 FEW = {
     "gqa": "dp2x2 zero3 accum:2 exact; pp2 zb-v:4 zero1 exact",
@@ -47,6 +47,14 @@ def test_layouts_have_the_bits_of_one_process(model: str) -> None:
 
 def test_bfloat16_with_float32_weights_has_them_too() -> None:
     assert not differences("gpt", "dp2 pp2 1f1b:2 zero1 exact", BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text", ["dp2 zero1 accum:2 exact", "pp2 1f1b:4 exact"]
+)
+def test_float16_with_a_loss_scale_has_them_too(text: str) -> None:
+    assert not differences("gqa", text, FP16)
 
 
 def test_a_stage_without_trained_weights_has_them_too() -> None:

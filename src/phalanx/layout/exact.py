@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .choices import BF16, FP32
+from .choices import BF16, FP16, FP32
 
 if TYPE_CHECKING:
     from .layout import Layout
     from .shape import Shape
 
 EXACT = "exact"  # the word of a layout
-COVERED = (FP32, BF16)
+COVERED = (FP32, BF16, FP16)
 NOT_MATRICES = (
     "exact does not cover muon yet: its products of whole matrices have not been"
     " compared bit by bit. Use adamw or sgd."
@@ -41,7 +41,7 @@ def uncovered(x: Layout) -> list[str]:
     found += _unsplit(x)
     if x.precision not in COVERED:
         found.append(
-            f"exact does not cover {x.precision} yet: only {' and '.join(COVERED)}"
+            f"exact does not cover {x.precision} yet: only {', '.join(COVERED)}"
             " have been compared bit by bit"
         )
     if x.matmul:

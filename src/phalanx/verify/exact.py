@@ -37,6 +37,7 @@ from .verify import (
     failed,
     judge,
     truth_of,
+    with_loss_scale,
     worlds_over,
     wrong_transport,
 )
@@ -117,13 +118,14 @@ def verify_exact(
             packed=packed,
             noisy=dropout > 0,
         )
-        return Setting(
+        setting = Setting(
             batches,
             steps=steps,
             precision=precision,
             seed=seed,
             optimizer=OPTIMIZERS[optimizer],
         )
+        return with_loss_scale(make, setting)
 
     @cache
     def alone(microbatches: int, name: str, parts: int) -> Bits:
@@ -225,6 +227,7 @@ def differences(got: Bits, truth: Bits, names: Sequence[str]) -> Iterator[str]:
         for found in (
             *_outputs(got, mine, known, names),
             *_scalar("the mean loss", got, mine.logged, known.logged),
+            *_scalar("the loss scale", got, mine.scale, known.scale),
             *_leaves(got, *leaves),
             *_sums(got, mine, known),
             *_scalar("the gradient norm", got, mine.norm, known.norm),
