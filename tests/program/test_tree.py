@@ -115,7 +115,7 @@ def test_a_sum_of_the_tree_takes_a_buffer_until_it_is_added() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("tp2 exact", "exact does not cover tp yet: a product is split"),
+        ("tp2 exact", "exact with tp2: each rank computes whole parts"),
         ("cp2 exact", "exact does not cover cp yet"),
         ("ep2 exact", "exact does not cover ep yet"),
         ("fp64 exact", "exact does not cover fp64 yet"),
