@@ -22,7 +22,7 @@ from ..layout import (
 from ..layout.numbers import bytes_text, count_text, si_text
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import whole_servers
-from ..plan.matrices import newton_schulz, row_matrices
+from ..plan.matrices import owners_work, row_matrices
 from ..plan.space import ranks_of
 from ..plan.step import Request
 from ..program import Program, Proof, build
@@ -145,7 +145,7 @@ def check(
         batch=step.batch,
         sequence=step.sequence,
         model=step.model,
-        muon=step.muon,
+        optimizer=step.optimizer,
     )
     # The precision that a layout names wins; otherwise that of the device,
     # bf16 on a GPU.
@@ -252,8 +252,8 @@ def _memory(
         figures["less_sent"] = less_sent_text(
             layout, lower, request.hardware.memory
         )
-    if request.profile.muon:
-        figures["newton_schulz"] = _newton_schulz(request, layout, pieces)
+    if update := request.profile.matrix_row:
+        figures[update.figure] = _owners_work(update, request, layout, pieces)
     return figures
 
 
@@ -289,14 +289,14 @@ def _lower_stage(request: Request, stage: LowerStage) -> dict[str, Any]:
     return figures
 
 
-def _newton_schulz(
-    request: Request, layout: Layout, pieces: StagedPieces
+def _owners_work(
+    update: MatrixRow, request: Request, layout: Layout, pieces: StagedPieces
 ) -> dict[str, float]:
-    """Return FLOPs and bytes of Newton-Schulz on the busiest rank of the busiest
+    """Return FLOPs and bytes of the matrices' updates on the busiest rank of the busiest
     stage."""
     cpu = bool(request.hardware.cores)
     work = [
-        newton_schulz(row_matrices(row), layout, cpu=cpu)
+        owners_work(update, row_matrices(row), layout, cpu=cpu)
         for row in pieces.rows
     ]
     # FLOPs and bytes of each stage, summed over the virtual stages that it
@@ -412,9 +412,11 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
             f"That is one microbatch of {smaller['sequences']:,} sequences a rank. With one sequence in each"
             f" microbatch, {smaller['layout']!r}, it needs {size}."
         )
-    if work := figures.get("newton_schulz"):
-        flops, moved = si_text(work["flops"]), bytes_text(work["moved"])
-        yield f"Newton-Schulz takes {flops} FLOPs on the busiest rank, once a step, and moves {moved}."
+    updates = (row.matrices for row in OPTIMIZERS.values() if row.matrices)
+    for update in updates:
+        if work := figures.get(update.figure):
+            flops, moved = si_text(work["flops"]), bytes_text(work["moved"])
+            yield f"{update.title} takes {flops} FLOPs on the busiest rank, once a step, and moves {moved}."
     if "fits" in figures:
         least, most, memory = (
             1e9 * size

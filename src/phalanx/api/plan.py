@@ -232,7 +232,7 @@ def request(
         precision=terms.get("precision"),
         model=str(model) if make else "",
         profile=terms.get("profile") or (trainer.profile if trainer else None),
-        muon=run is not None and run.optimizer.name == "muon",
+        optimizer=run.optimizer.name if run else ADAMW,
     )
     # The name is kept to suggest larger clusters, which the measured machine
     # does not have.

@@ -23,7 +23,8 @@ from ..layout import (
     nearest,
     staged_pieces,
 )
-from ..layout.choices import ADAMW, BF16, FP32, MATMUL_WORDS
+from ..layout.choices import BF16, FP32, MATMUL_WORDS
+from ..layout.optimizers import ADAMW
 from ..layout.families import code_of
 from ..layout.numbers import bytes_text
 from ..layout.run import run_file, shape_named
@@ -130,10 +131,6 @@ class RunStep:
     sequence: int = 0
     # False if the layout names no precision; on a GPU it may then be bf16
     has_precision: bool = True
-
-    @property
-    def muon(self) -> bool:
-        return self.options.whole_matrices
 
     @property
     def options(self) -> StepOptions:
@@ -326,7 +323,7 @@ def request_for(
     precision: str | None = "",
     model: str = "",
     profile: str | None = None,
-    muon: bool = False,
+    optimizer: str = ADAMW,
 ) -> Request:
     """Build the planner's request, for our own software or a named profile.
 
@@ -345,7 +342,7 @@ def request_for(
     # weights.
     if shape.positions != "learned":
         shape = replace(shape, sequence=sequence)
-    software = profile_for(hardware, profile, precision, muon=muon)
+    software = profile_for(hardware, profile, precision, optimizer=optimizer)
     # Costs are looked up when the search first needs them, and kept between
     # runs.
     costs = partial(cached_costs, target=hardware.target)

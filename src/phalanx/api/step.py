@@ -19,7 +19,8 @@ from ..layout import (
     StagedPieces,
     plain_pieces,
 )
-from ..layout.choices import ADAMW, SCHEDULES, SEARCHED, traits
+from ..layout.choices import SCHEDULES, SEARCHED, traits
+from ..layout.optimizers import ADAMW
 from ..layout.files import read_text
 from ..layout.pieces import piece_work
 from ..layout.source import names_source
@@ -176,7 +177,7 @@ def draw(
     batch: sequences in a step; by default the model's
     seq: tokens in a sequence; by default the model's
     cluster: hardware on which to time the operations in seconds, such as "h100x64"
-    optimizer: adamw, sgd or muon; by default that of the run file given as model, or adamw
+    optimizer: its name in a run file; by default that of the run file given as model, or adamw
 
     For both:
     costs: time by kind of operation, such as "F=1,B=2,send=0.1" or {"F": 1, "B": 2}
@@ -397,7 +398,7 @@ def _priced(step: RunStep, terms: StepTerms) -> Picture:
         batch=step.batch,
         sequence=step.sequence,
         model=step.model,
-        muon=step.muon,
+        optimizer=step.optimizer,
     )
     # As `plan` does: an unnamed precision is that of the device.
     if not step.has_precision:

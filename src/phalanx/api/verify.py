@@ -155,7 +155,7 @@ def verify(
     seed: seed of weights and batches
     packed: put several documents into a sequence
     dropout: dropout rate of the built-in models
-    optimizer: adamw, sgd or muon; by default adamw
+    optimizer: its name in a run file; by default adamw
     log: file of results; layouts found in it are skipped
     record: file for the last step of the last layout, for `phalanx draw run`
     """

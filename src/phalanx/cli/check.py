@@ -23,7 +23,7 @@ from typing import Any
 from ..api.check import check as check_layout
 from ..api.step import many
 from ..layout import Layout, Shape
-from ..layout.choices import OPTIMIZERS
+from ..layout.optimizers import OPTIMIZERS
 from ..layout.trainer_table import trainers
 from ..program import Program, check, faults
 from .parser import Parser, whole

@@ -4,7 +4,7 @@ pieces, on one rank of a layout.
 Each piece is run on meta tensors with a backend that sends nothing; results are cached
 in $XDG_CACHE_HOME/phalanx/costs. F is forward and B backward; if the schedule splits
 backward, I is the input gradient and W the weight gradient. R is recomputation. With
---optimizer muon, the cost of Newton-Schulz per step is added: of all ranks that share a
+an optimizer of whole matrices, the cost of their updates per step is added: of all ranks that share a
 piece's matrices, that of the busiest.
 
   phalanx cost --model 8b "tp4 seq bf16"
@@ -21,9 +21,9 @@ from ..api.request import model_of, refuse_illegal
 from ..cost import cached_costs
 from ..draw import text_table
 from ..layout import Layout, piece_layout, staged_pieces
-from ..layout.choices import OPTIMIZERS
+from ..layout.optimizers import OPTIMIZERS
 from ..layout.numbers import si_text
-from ..plan.matrices import newton_schulz, row_matrices
+from ..plan.matrices import owners_work, row_matrices
 from ..program import Load, PieceCost, ops
 from .parser import Parser, length, whole
 from .usage import result
@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
         "--optimizer",
         choices=OPTIMIZERS,
         default="adamw",
-        help="muon adds the cost of Newton-Schulz",
+        help="one of whole matrices adds the cost of their updates",
     )
     add(
         "--target",
@@ -80,12 +80,15 @@ def run(argv: list[str]) -> int:
         alike[part].append(number)
     kinds = [(numbers, part(args.rows)) for part, numbers in alike.items()]
     # FLOPs and bytes of the first piece of each kind.
-    work, muon = list[tuple[float, float]](), args.optimizer == "muon"
+    work = list[tuple[float, float]]()
+    update = OPTIMIZERS[args.optimizer].matrices
     rows = pieces.rows or staged_pieces(layout, shape).rows
-    # Muon's cost depends on the piece's matrices alone.
-    for numbers, _ in kinds if muon else ():
+    # The cost of updates depends on the piece's matrices alone.
+    for numbers, _ in kinds if update else ():
+        assert update is not None
         matrices = row_matrices(rows[numbers[0]])
-        work.append(newton_schulz(matrices, layout, cpu=args.target == "cpu"))
+        cpu = args.target == "cpu"
+        work.append(owners_work(update, matrices, layout, cpu=cpu))
     figures = {
         "model": shape.name,
         "layout": str(layout),
@@ -98,8 +101,8 @@ def run(argv: list[str]) -> int:
             for numbers, found in kinds
         ],
         **(
-            {"newton_schulz": [{"flops": f, "moved": b} for f, b in work]}
-            if muon
+            {update.figure: [{"flops": f, "moved": b} for f, b in work]}
+            if update
             else {}
         ),
     }
@@ -113,10 +116,10 @@ def run(argv: list[str]) -> int:
     lines = [""]
     for n, (numbers, found) in enumerate(kinds):
         lines += _lines(cut, numbers, found)
-        if muon and work[n][0]:
+        if update and work[n][0]:
             flops, moved = map(si_text, work[n])
             lines += [
-                f"  Newton-Schulz, once a step: {flops} FLOPs, {moved}B moved"
+                f"  {update.title}, once a step: {flops} FLOPs, {moved}B moved"
             ]
         lines += [""]
     return result(args, figures, text + "\n".join(lines))

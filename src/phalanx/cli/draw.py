@@ -39,7 +39,8 @@ from ..draw import (
     text_table,
 )
 from ..layout import Layout, Run, plain_pieces
-from ..layout.choices import CHUNKS, OPTIMIZERS, SCHEDULES
+from ..layout.choices import CHUNKS, SCHEDULES
+from ..layout.optimizers import OPTIMIZERS
 from ..program import (
     Costs,
     Recorded,

@@ -55,7 +55,7 @@ def estimated(
         local_profile(layout.precision).with_moments(
             run.optimizer.fewest_moments
         ),
-        muon=run.optimizer.name == "muon",
+        optimizer=run.optimizer.name,
         context=request.profile.context,
         reserve=request.profile.reserve,
     )

@@ -27,7 +27,7 @@ from ..draw import WIDE
 from ..layout import Layout, Run, Shape
 from ..layout.codec import decode
 from ..layout.files import reason, write_text
-from ..layout.run import USUAL_OPTIMIZER
+from ..layout.optimizers import USUAL_OPTIMIZER
 from ..plan import Machine
 from ..plan.device import MachineFileError
 from ..plan.step import Pricer

@@ -55,13 +55,13 @@ from ..layout.cases import AXES
 from ..layout.choices import (
     BF16,
     COMPARED,
-    COMPARED_OPTIMIZERS,
     DTYPES,
     FP32,
     FP64,
     THREADS,
 )
 from ..layout.families import code_of
+from ..layout.optimizers import COMPARED_OPTIMIZERS
 from .parser import POSITIVE, Parser, real, whole
 from .run_words import load_run
 from .usage import (
@@ -124,7 +124,9 @@ def run(argv: list[str]) -> int:
     add("--steps", type=whole(1, STEPS), default=3, help="training steps")
     number = "dtype of all computation"
     add("--dtype", default=DTYPES[FP64].torch, choices=COMPARED, help=number)
-    optimizer = "the optimizer; sgd has momentum, muon:original is Muon with adjust_lr = original"
+    optimizer = (
+        "the optimizer; sgd has momentum, NAME:original has adjust_lr = original"
+    )
     add(
         "--optimizer",
         default="adamw",

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..comm import TallyWorld
 from ..layout import Layout
 from ..layout.choices import GLOO
-from ..layout.run import USUAL_OPTIMIZER, OptimizerChoice
+from ..layout.optimizers import USUAL_OPTIMIZER, OptimizerChoice
 from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
 from ..parallel.experts import cut_blocks

@@ -145,47 +145,6 @@ PYTHON = "python"  # the built-in data: texts of Python's library as bytes
 BYTES = 256  # the vocabulary of that data
 
 
-class OptimizerTraits(NamedTuple):
-    """An optimizer: its name in checkpoints, and torch's names of its state tensors.
-
-    An optimizer with `matrix_moments` updates matrices whole, at an owner, and keeps
-    these for them.
-    """
-
-    stored: str
-    moments: tuple[str, ...]
-    matrix_moments: tuple[str, ...] = ()
-
-    @property
-    def whole_matrices(self) -> bool:
-        return bool(self.matrix_moments)
-
-    @property
-    def every_moment(self) -> tuple[str, ...]:
-        return self.moments + self.matrix_moments
-
-    def kept(self, *, matrix: bool) -> tuple[str, ...]:
-        """The tensors kept for a weight, or for a matrix that is updated whole."""
-        return (
-            self.matrix_moments
-            if matrix and self.whole_matrices
-            else self.moments
-        )
-
-
-_MOMENTUM = ("momentum_buffer",)
-_AVERAGES = ("exp_avg", "exp_avg_sq")
-ADAMW, SGD, MUON = "adamw", "sgd", "muon"
-OPTIMIZERS = {
-    ADAMW: OptimizerTraits("AdamW", _AVERAGES),
-    SGD: OptimizerTraits("SGD", _MOMENTUM),
-    MUON: OptimizerTraits("Muon", _AVERAGES, _MOMENTUM),
-}
-# Those that `verify` compares. `muon:original` has optimizer.adjust_lr = original and
-# no Nesterov.
-COMPARED_OPTIMIZERS = (*OPTIMIZERS, "muon:original")
-
-
 @cache
 def elsewhere(section: str) -> dict[str, str]:
     """Map other libraries' names to ours, from a section of elsewhere.toml."""

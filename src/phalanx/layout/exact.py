@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXACT = "exact"  # the word of a layout
 COVERED = (FP32, BF16, FP16)
 NOT_MATRICES = (
-    "exact does not cover muon yet: its products of whole matrices have not been"
+    "exact does not cover optimizers of whole matrices yet: their products have not been"
     " compared bit by bit. Use adamw or sgd."
 )
 NOT_EXPERTS = (

@@ -1,29 +1,10 @@
-"""Newton-Schulz orthogonalization: each matrix's work, and the rank that does it.
+"""The rank that owns each matrix, for an optimizer that updates matrices whole.
 
-Muon runs it, and the planner prices it.
+The optimizer uses it, and the planner prices it.
 """
 
 import heapq
 from collections.abc import Sequence
-
-STEPS = 5  # as in Jordan et al. 2024
-
-
-def orthogonal_products(
-    rows: int, columns: int
-) -> tuple[tuple[int, int, int], ...]:
-    """The (m, k, n) of one step's matmuls: x x', its square, and that times x."""
-    # The short side first: x x' is then the smaller of the two Gram matrices.
-    short, long = sorted((rows, columns))
-    return (short, long, short), (short, short, short), (short, short, long)
-
-
-def orthogonal_work(rows: int, columns: int) -> float:
-    """The multiply-adds of all steps."""
-    return float(
-        STEPS
-        * sum(m * k * n for m, k, n in orthogonal_products(rows, columns))
-    )
 
 
 def assign_owners(

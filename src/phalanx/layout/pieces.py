@@ -57,7 +57,7 @@ class WeightRow:
     # For each dim, the length that is never divided, such as a head's.
     granule: tuple[int, ...]
     trained: bool = True
-    # (rows, columns) of each matrix that an optimizer such as Muon updates whole.
+    # (rows, columns) of each matrix that an optimizer may update whole.
     matrices: tuple[tuple[int, int], ...] = ()
     # Only linear layers of a block read it, so with fp8 matmuls it can be gathered in 8
     # bits.
@@ -182,7 +182,7 @@ class PieceRow:
 
     @property
     def has_matrices(self) -> bool:
-        """True if an optimizer such as Muon updates a matrix of this unit whole."""
+        """True if an optimizer may update a matrix of this unit whole."""
         return any(
             weight.trained and weight.matrices for weight in self.weights
         )

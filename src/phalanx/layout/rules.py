@@ -30,7 +30,7 @@ LATENT = "latent"
 # tokens.
 PARTIAL = "partial"
 # The features of a token. A weight between two of these is a matrix, which an optimizer
-# like Muon updates whole. Lookups, the output projection, a router and dims named "-"
+# of whole matrices updates as one. Lookups, the output projection, a router and dims named "-"
 # are no matrices.
 FEATURES = ("embed", "heads", "kv", "ffn", LATENT, "features")
 DIMS = (

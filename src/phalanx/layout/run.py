@@ -16,13 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .choices import ADAMW, OPTIMIZERS, PRECISIONS, PYTHON, SGD, elsewhere
+from .choices import PRECISIONS, PYTHON, elsewhere
 from .codec import FileError, Mistake, Reader, changed_repr, dump, key, text_of
 from .families import code_of
 from .files import parse_toml, read_text
 from .hub import model_folder
 from .layout import Layout
 from .mesh import LayoutError
+from .optimizers import OptimizerChoice
 from .run_checks import mistakes_of
 from .shape import HUB, Shape, published
 from .source import name_of_class, with_arguments
@@ -37,60 +38,6 @@ CHECKPOINTS = "checkpoints"
 
 class RunError(FileError):
     """Raised for a run file that cannot be run, with every mistake in it."""
-
-
-@dataclass(frozen=True)
-class OptimizerChoice:
-    """The optimizer and the learning-rate schedule."""
-
-    name: str = key(ADAMW, "adamw, sgd or muon", choices=tuple(OPTIMIZERS))
-    lr: float = key(3e-4, "peak learning rate", above=0)
-    schedule: str = key(
-        "cosine",
-        "learning-rate schedule: cosine, linear, wsd, constant",
-        choices=("cosine", "linear", "wsd", "constant"),
-    )
-    warmup_steps: int = key(0, "linear warmup from 0 to lr")
-    decay_steps: int = key(
-        0, "decay phase of wsd, at the end; 0: a tenth of steps"
-    )
-    min_lr: float | None = key(
-        None, "learning rate after the decay; unset: lr / 10"
-    )
-    betas: tuple[float, float] = key(
-        (0.9, 0.95), "AdamW: decay rates of the two moments", maximum=0.999999
-    )
-    eps: float = key(1e-8, "AdamW: term added to the denominator", above=0)
-    momentum: float | None = key(
-        None, "SGD and Muon: momentum; unset: 0 and 0.95", maximum=0.999999
-    )
-    nesterov: bool = key(True, "Muon: Nesterov momentum")
-    adjust_lr: str = key(
-        "match_rms_adamw",
-        "Muon: scale of an update by a matrix's rows and columns: match_rms_adamw (0.2"
-        " sqrt(max(rows, columns))) or original (sqrt(max(1, rows / columns)))",
-        choices=("match_rms_adamw", "original"),
-    )
-    matrix_lr: float = key(0.0, "Muon: peak learning rate of matrices; 0: lr")
-    weight_decay: float = key(
-        0.1,
-        "weight decay, decoupled for AdamW and Muon; none on norms and biases",
-    )
-    clip: float = key(1.0, "max gradient norm; 0 disables")
-
-    def moments(self, *, matrix: bool = False) -> tuple[str, ...]:
-        """The tensors kept for each weight, or for a matrix that is updated whole."""
-        if self.name == SGD and not self.momentum:
-            return ()
-        return OPTIMIZERS[self.name].kept(matrix=matrix)
-
-    @property
-    def fewest_moments(self) -> int:
-        """The smallest number of tensors kept for a weight."""
-        return min(len(self.moments()), len(self.moments(matrix=True)))
-
-
-USUAL_OPTIMIZER = OptimizerChoice()
 
 
 @dataclass(frozen=True)

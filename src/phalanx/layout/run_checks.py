@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .choices import ADAMW, BYTES, MUON, PYTHON, elsewhere
+from .choices import BYTES, PYTHON, elsewhere
 from .codec import FileError, Mistake, Reader
 from .files import unmakable
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
+from .optimizers import OPTIMIZERS
 from .shape import HUB, Shape, ShapeError
 from .source import arguments_of, split_name, syntax_error
 
@@ -195,22 +196,21 @@ def _optimizer(run: Run) -> Iterator[Mistake]:
         yield Mistake(
             "optimizer.min_lr", what, "Write a learning rate, up to lr"
         )
-    if o.momentum and o.name == ADAMW:
-        what = f"optimizer.momentum = {o.momentum} has no effect on adamw"
+    # Keys of other optimizers that differ from their defaults.
+    owners = {
+        name: row.name
+        for row in reversed(OPTIMIZERS.values())
+        for name in row.keys
+    }
+    for name, owner in owners.items():
+        if name in o.row.keys or getattr(o, name) == getattr(type(o), name):
+            continue
+        what = f"optimizer.{name} has no effect on {o.name}"
         yield Mistake(
-            "optimizer.momentum",
+            f"optimizer.{name}",
             what,
-            'Write optimizer.betas, or name = "sgd"',
+            f'Leave it out, or write name = "{owner}"',
         )
-    # Keys of Muon that differ from their defaults, under another optimizer.
-    for name in ("nesterov", "adjust_lr", "matrix_lr"):
-        if o.name != MUON and getattr(o, name) != getattr(type(o), name):
-            what = f"optimizer.{name} has no effect on {o.name}"
-            yield Mistake(
-                f"optimizer.{name}",
-                what,
-                'Leave it out, or write name = "muon"',
-            )
 
 
 def _files(run: Run) -> Iterator[Mistake]:

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..layout.choices import BF16, FP16, FP32, MUON, OPTIMIZERS, TF32
+from ..layout.choices import BF16, FP16, FP32, TF32
+from ..layout.optimizers import ADAMW
 from ..layout.state_bytes import engine_state
 from ..program import AttentionLoad, Product
 from .device import MachineError
 from .hardware import HOST_LINK, Hardware
 from .machine import Machine, Rate
-from .profile import SoftwareProfile, profile
+from .profile import SoftwareProfile, profile, profiles
 
 # Substitutes for dtypes that were not measured.
 _NEAR = {
@@ -173,11 +174,12 @@ def profile_for(
     name: str | None = None,
     precision: str = FP32,
     *,
-    muon: bool = False,
+    optimizer: str = ADAMW,
 ) -> SoftwareProfile:
-    """The named software, or ours, with its Muon or without."""
+    """The named software, or ours with this optimizer."""
     if hardware.cores and not name:
-        ours = local_profile(precision)
-        moments = len(OPTIMIZERS[MUON].matrix_moments)
-        return replace(ours.with_moments(moments), muon=True) if muon else ours
-    return profile(name or ("phalanx-muon" if muon else "phalanx"))
+        return local_profile(precision).with_optimizer(optimizer)
+    if name:
+        return profile(name)
+    of_matrices = f"phalanx-{optimizer}"
+    return profile(of_matrices if of_matrices in profiles() else "phalanx")

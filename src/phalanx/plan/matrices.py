@@ -1,20 +1,16 @@
-"""The cost of Muon beyond an elementwise update, in seconds, FLOPs and bytes.
+"""The cost of updating whole matrices beyond an elementwise update.
 
-Every matrix has an owner rank, which computes its Newton-Schulz products. Ranks
-exchange matrices before and after.
+Every matrix has an owner rank, which computes its update. Ranks exchange matrices
+before and after. The row of the optimizer says what an owner computes and keeps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..layout import Layout, PieceRow
-from ..layout.choices import BF16, DTYPES
-from ..layout.matrices import (
-    STEPS,
-    assign_owners,
-    orthogonal_products,
-    orthogonal_work,
-)
+from ..layout.choices import DTYPES
+from ..layout.matrices import assign_owners
+from ..layout.optimizer_row import MatrixRow
 from ..program import Product
 from .hardware import Hardware
 
@@ -77,65 +73,111 @@ def _groups(
     return [group for group in groups if group[0]]
 
 
+def matrix_elements(matrices: Matrices, x: Layout) -> float:
+    """The elements of matrices that one rank holds, as a mean over ranks."""
+    groups = _groups(matrices, x)
+    return sum(sum(a * b for a, b in m) / parts for m, _, parts in groups)
+
+
 def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:
     """Bytes of one rank's matrices: sent, received, and results that it owns."""
-    groups = _groups(matrices, x)
-    return (
-        3
-        * width
-        * sum(sum(a * b for a, b in m) / parts for m, _, parts in groups)
-    )
+    return 3 * width * matrix_elements(matrices, x)
 
 
 def _loads(
+    row: MatrixRow,
     sides: tuple[tuple[int, int], ...],
     ranks: int,
-    of: Callable[[Product], float],
-) -> dict[int, float]:
-    """The work of Newton-Schulz products for each owner, in the unit that `of` returns."""
-    loads = dict.fromkeys(range(ranks), 0.0)
-    # Owners are chosen by FLOPs, whatever `of` measures.
-    owners = assign_owners([orthogonal_work(*each) for each in sides], ranks)
+    of: Callable[[tuple[int, int]], float],
+    first: int = 0,
+) -> list[float]:
+    """The sum of `of` over the matrices of each owner."""
+    loads = [0.0] * ranks
+    # Owners are chosen by multiply-adds, whatever `of` measures.
+    owners = assign_owners([row.work(*each) for each in sides], ranks, first)
     for owner, each in zip(owners, sides, strict=True):
-        loads[owner] += STEPS * sum(
-            of(Product(*sizes)) for sizes in orthogonal_products(*each)
-        )
+        loads[owner] += of(each)
     return loads
 
 
-def newton_schulz(
-    matrices: Matrices, x: Layout, *, cpu: bool = False
+def owned_elements(
+    row: MatrixRow,
+    matrices: Sequence[Matrices],
+    x: Layout,
+    stages: Sequence[Sequence[int]],
+) -> tuple[float, ...]:
+    """The elements that owners keep for their matrices, by piece.
+
+    Those of one rank of each stage: the one that keeps most of the matrices of dense
+    weights, with the experts of the one that keeps most of those. `stages` are the pieces
+    of each.
+    """
+    found = [0.0] * len(matrices)
+    if not row.owned:
+        return tuple(found)
+
+    def kept(sides: tuple[int, int]) -> float:
+        return float(row.owned_elements(*sides))
+
+    for pieces in stages:
+        # By number of owners, the elements of each of them for each piece.
+        by_owners: dict[int, dict[int, list[float]]] = {}
+        for n in pieces:
+            for sides, ranks, _ in _groups(matrices[n], x):
+                # Every unit starts with another rank, as `matrices_of` has it.
+                loads = _loads(row, sides, ranks, kept, n * len(sides))
+                by_owners.setdefault(ranks, {})[n] = loads
+        for of_piece in by_owners.values():
+            totals = [sum(each) for each in zip(*of_piece.values(), strict=True)]
+            fullest = totals.index(max(totals))
+            for n, loads in of_piece.items():
+                found[n] += loads[fullest]
+    return tuple(found)
+
+
+def owners_work(
+    row: MatrixRow, matrices: Matrices, x: Layout, *, cpu: bool = False
 ) -> tuple[float, float]:
-    """FLOPs of the busiest owners, and bytes that their products read and write."""
-    # Newton-Schulz runs in bf16 on a GPU; on a CPU it keeps the layout's
-    # precision.
-    width, flops, moved = DTYPES[x.precision if cpu else BF16].bytes, 0.0, 0.0
-    for these, ranks, _ in _groups(matrices, x):
-        loads = _loads(these, ranks, lambda p: p.flops)
-        # Bytes of the same owner that has the most FLOPs.
-        busiest = max(loads, key=loads.__getitem__)
-        sizes = _loads(
-            these, ranks, lambda p: width * (p.m * p.k + p.k * p.n + p.m * p.n)
+    """FLOPs of the busiest owners, and bytes that their matmuls read and write."""
+    dtype = x.precision if cpu else row.gpu_dtype
+    width = DTYPES[dtype].bytes
+    flops, moved = 0.0, 0.0
+
+    def flops_of(sides: tuple[int, int]) -> float:
+        return 2.0 * row.work(*sides)
+
+    def bytes_of(sides: tuple[int, int]) -> float:
+        return width * sum(
+            times * (m * k + k * n + m * n)
+            for times, m, k, n in row.matmuls(*sides)
         )
-        flops, moved = flops + loads[busiest], moved + sizes[busiest]
+
+    for these, ranks, _ in _groups(matrices, x):
+        loads = _loads(row, these, ranks, flops_of)
+        # Bytes of the same owner that has the most FLOPs.
+        busiest = loads.index(max(loads))
+        flops += loads[busiest]
+        moved += _loads(row, these, ranks, bytes_of)[busiest]
     return flops, moved
 
 
 def matrix_times(
-    matrices: Matrices, x: Layout, hardware: Hardware
+    row: MatrixRow, matrices: Matrices, x: Layout, hardware: Hardware
 ) -> MatrixTimes:
-    """Seconds of the busiest owner's products, and of the exchanges before and after."""
-    dtype = x.precision if hardware.cores else BF16
+    """Seconds of the busiest owner's matmuls, and of the exchanges before and after."""
+    dtype = x.precision if hardware.cores else row.gpu_dtype
     network, width = hardware.network.seconds, DTYPES[dtype].bytes
     there = update = back = 0.0
-    for these, ranks, parts in _groups(matrices, x):
-        # The busiest owner determines the time: the others wait for its
-        # results.
-        update += max(
-            _loads(
-                these, ranks, lambda p: hardware.rates.product(p, dtype)
-            ).values()
+
+    def seconds_of(sides: tuple[int, int]) -> float:
+        return sum(
+            times * hardware.rates.product(Product(m, k, n), dtype)
+            for times, m, k, n in row.matmuls(*sides)
         )
+
+    for these, ranks, parts in _groups(matrices, x):
+        # The busiest owner determines the time: the others wait for its results.
+        update += max(_loads(row, these, ranks, seconds_of))
         size = width * sum(a * b for a, b in these)
         there += network("all_to_all", size / ranks, ranks, 1)
         back += network("all_to_all", size / parts, ranks, 1)

@@ -8,8 +8,8 @@ memory (`Priced`). `step.py` simulates the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ from ..layout import (
     stage_pieces,
     staged_pieces,
 )
-from ..layout.choices import MATMULS
+from ..layout.choices import DTYPES, MATMULS
+from ..layout.optimizers import OPTIMIZERS
 from ..layout.state_bytes import held_bytes
 from ..program import Costs, PieceCost, Sizes, ops
 from .case import Case
@@ -29,7 +30,9 @@ from .matrices import (
     Matrices,
     MatrixTimes,
     matrix_bytes,
+    matrix_elements,
     matrix_times,
+    owned_elements,
     row_matrices,
 )
 from .piece_price import KindTimes, PieceTimes
@@ -328,14 +331,15 @@ class Priced:
                     )
             pieces |= {(kind, n): time for kind, time in alike[key].items()}
         owned: dict[Matrices, MatrixTimes] = {}
-        for n, matrices in (
-            # Muon: the owners' products are added to the elementwise update.
-            enumerate(map(row_matrices, self.staged.rows))
-            if profile.muon
-            else ()
-        ):
-            # Blocks with the same matrices have the same owners' work.
-            took = owned.get(matrices) or matrix_times(matrices, x, hardware)
+        update = profile.matrix_row
+        rows = self.staged.rows if update else ()
+        for n, matrices in enumerate(map(row_matrices, rows)):
+            assert update is not None
+            # The owners' matmuls are added to the elementwise update. Blocks with the
+            # same matrices have the same owners' work.
+            took = owned.get(matrices) or matrix_times(
+                update, matrices, x, hardware
+            )
             owned[matrices] = took
             pieces[ops.UPDATE, n] += took.update
             pieces[ops.TO_OWNERS, n] = took.to_owners * alone
@@ -473,6 +477,37 @@ class Priced:
             ops.RELOAD: kept / host,
         }
 
+    def _more_moments(self, elements: Sequence[float]) -> tuple[float, ...]:
+        """The bytes of the optimizer beyond the profile's, for each piece.
+
+        A profile has the moments of the weight with the fewest. `elements` are those of
+        which this rank has moments.
+        """
+        profile, layout = self.profile, self.case.layout
+        row = OPTIMIZERS[profile.optimizer]
+        update = row.matrices
+        if update is None:
+            return (0.0,) * len(elements)
+        matrices = [*map(row_matrices, self.staged.rows)]
+        fewest = min(len(row.moments), len(update.sharded))
+        stages = [
+            [piece for stage in held for piece in self.staged.stages[stage]]
+            for held in ranks_of(
+                layout.virtual_stages, layout.pp, layout.schedule
+            )
+        ]
+        owned = owned_elements(update, matrices, layout, stages)
+        found = []
+        for own, sides, kept in zip(elements, matrices, owned, strict=True):
+            in_matrices = matrix_elements(sides, layout)
+            others = max(0.0, own - in_matrices)
+            of_others = others * (len(row.moments) - fewest)
+            of_matrices = in_matrices * (len(update.sharded) - fewest)
+            found.append(
+                profile.moment_bytes * (of_others + of_matrices + kept)
+            )
+        return tuple(found)
+
     @cached_property
     def sizes(self) -> Sizes:
         """Bytes of every piece and unit."""
@@ -524,7 +559,14 @@ class Priced:
         # do not have.
         flat = profile.flat_gradients and layout.zero < 2
         gradient = whole(held.gradient)
-        matrices = map(row_matrices, self.staged.rows) if profile.muon else ()
+        # The exchange is in the dtype of the matrices' update, or of a wider gather.
+        update = profile.matrix_row
+        matrices = map(row_matrices, self.staged.rows) if update else ()
+        exchanged = max(
+            profile.gathered_bytes,
+            DTYPES[update.gpu_dtype].bytes if update else 0.0,
+        )
+        element = held_bytes(layout, replace(profile.state, optimizer=1.0))
         return Sizes(
             kept=each(lambda c: c.kept),
             input=each(lambda c: c.input),
@@ -546,12 +588,18 @@ class Priced:
             if held.gradient_shard and not flat
             else (),
             gradient_home=gradient if flat else (),
-            optimizer=sharded(held.optimizer),
+            optimizer=tuple(
+                fewest + more
+                for fewest, more in zip(
+                    sharded(held.optimizer),
+                    self._more_moments(sharded(element.optimizer)),
+                    strict=True,
+                )
+            ),
             edge=each(lambda c: c.edge),
             selected=each(lambda c: c.selected),
             derived=each(lambda c: c.derived),
             matrices=tuple(
-                matrix_bytes(m, layout, profile.gathered_bytes)
-                for m in matrices
+                matrix_bytes(m, layout, exchanged) for m in matrices
             ),
         )

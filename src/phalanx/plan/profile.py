@@ -14,6 +14,8 @@ from pathlib import Path
 
 from ..layout.choices import no_such
 from ..layout.codec import key, load
+from ..layout.optimizer_row import MatrixRow
+from ..layout.optimizers import ADAMW, OPTIMIZERS, OptimizerChoice
 from ..layout.state_bytes import MASTER, StateBytes
 from ..program import StepOptions
 from .device import MachineError, MachineFileError, catalogue
@@ -130,8 +132,8 @@ class SoftwareProfile:
     balanced: bool = key(
         False, "embedding and head count as blocks when stages are divided"
     )
-    muon: bool = key(
-        False, "Muon updates the matrices of blocks, each as a whole"
+    optimizer: str = key(
+        ADAMW, "the optimizer of its runs", choices=tuple(OPTIMIZERS)
     )
     weight_bytes: float = key(2.0, "bytes per parameter that computing reads")
     gradient_bytes: float = key(4.0, "bytes per gradient element that is kept")
@@ -182,7 +184,7 @@ class SoftwareProfile:
     def options(self) -> StepOptions:
         """Options of this software's step that the layout does not set."""
         return StepOptions(
-            whole_matrices=self.muon,
+            whole_matrices=self.matrix_row is not None,
             agree=not self.no_step_barrier,
             overlaps=self.overlaps_data,
             gathers_at_once=self.gathers_at_once,
@@ -199,13 +201,34 @@ class SoftwareProfile:
             optimizer=self.optimizer_bytes,
         )
 
+    @property
+    def matrix_row(self) -> MatrixRow | None:
+        """The row of its optimizer's updates of whole matrices; None if it has none."""
+        return OPTIMIZERS[self.optimizer].matrices
+
+    def with_optimizer(self, name: str) -> SoftwareProfile:
+        """The profile with another optimizer in place of AdamW.
+
+        Its bytes per parameter are those of the weight with the fewest moments.
+        `Priced.sizes` adds the others.
+        """
+        if name == self.optimizer:
+            return self
+        fewest = OptimizerChoice(name=name).fewest_moments
+        row = OPTIMIZERS[name]
+        changed = self.with_moments(fewest) if row.matrices else self
+        return replace(changed, optimizer=name)
+
+    @property
+    def moment_bytes(self) -> float:
+        """The bytes of a moment's element."""
+        # A moment is as wide as the float32 copy, or as wider weights.
+        return max(MASTER, self.weight_bytes)
+
     def with_moments(self, count: int) -> SoftwareProfile:
         """The profile with an optimizer that keeps `count` moments, not Adam's two."""
-        # A moment is as wide as the float32 copy, or as wider weights.
-        width = max(MASTER, self.weight_bytes)
-        return replace(
-            self, optimizer_bytes=self.optimizer_bytes - (2 - count) * width
-        )
+        less = (2 - count) * self.moment_bytes
+        return replace(self, optimizer_bytes=self.optimizer_bytes - less)
 
     @property
     def fused_attention(self) -> bool:
@@ -216,7 +239,17 @@ class SoftwareProfile:
 @cache
 def profiles() -> dict[str, SoftwareProfile]:
     """All known profiles, by name."""
-    return catalogue(SoftwareProfile, Path(__file__).parent / "profiles.toml")
+    found = catalogue(SoftwareProfile, Path(__file__).parent / "profiles.toml")
+    # Ours with each optimizer that updates whole matrices.
+    for row in OPTIMIZERS.values():
+        if row.matrices:
+            ours = found["phalanx"].with_optimizer(row.name)
+            named = {
+                "name": f"phalanx-{row.name}",
+                "source": f"{ours.source}, with {row.stored}",
+            }
+            found[named["name"]] = replace(ours, **named)
+    return found
 
 
 def profile(name: str) -> SoftwareProfile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..layout import Run
-from ..layout.choices import OPTIMIZERS
+from ..layout.optimizers import OPTIMIZERS
 from .memory import Sizes
 from .simulate import Costs
 
@@ -14,7 +14,7 @@ from .simulate import Costs
 class StepOptions:
     """Options of a step: its update, schedule and recomputation.
 
-    `whole_matrices`: the optimizer updates whole matrices, as Muon does. `agree`: all
+    `whole_matrices`: the optimizer updates whole matrices. `agree`: all
     ranks agree on the gradient norm, and that it is finite, before any update; every
     run does, with or without clipping and loss scaling. Without `overlaps`, gradients
     summed once a step are summed after the rank has computed all of it. Without

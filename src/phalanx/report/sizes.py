@@ -13,7 +13,7 @@ from ..comm import TallyWorld
 from ..cost import sizes_of
 from ..draw.shards import Slice
 from ..layout import Layout
-from ..layout.run import USUAL_OPTIMIZER, OptimizerChoice
+from ..layout.optimizers import USUAL_OPTIMIZER, OptimizerChoice
 from ..parallel import Model
 from ..parallel.local import build_local
 from ..parallel.low_precision import matmul_named

@@ -17,7 +17,7 @@ from ..layout import Layout, Shape
 from ..layout.codec import decode
 from ..layout.files import read_text
 from ..layout.journal import read_journal
-from ..layout.run import USUAL_OPTIMIZER, OptimizerChoice
+from ..layout.optimizers import USUAL_OPTIMIZER, OptimizerChoice
 from ..plan.device import MachineFileError
 from ..plan.hardware import Hardware
 from ..plan.profile import SoftwareProfile

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm import Work
 from ..layout.choices import ADAMW, OPTIMIZERS, SGD
-from ..layout.run import OptimizerChoice
+from ..layout.optimizers import OptimizerChoice
 from ..parallel import Unit
 from ..parallel.data import Segment
 

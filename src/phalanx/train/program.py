@@ -11,7 +11,8 @@ from torch import Tensor
 from ..cost import sizes_of
 from ..layout import Layout, LayoutError, Shape, recipe
 from ..layout.choices import FP32
-from ..layout.run import DPO, USUAL_OPTIMIZER, OptimizerChoice, Run
+from ..layout.optimizers import USUAL_OPTIMIZER, OptimizerChoice
+from ..layout.run import DPO, Run
 from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision, build_model, load_model
 from ..parallel.experts import cut_blocks

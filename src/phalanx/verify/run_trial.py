@@ -36,7 +36,8 @@ from ..layout.proportions import (
     WORDS,
     small_run,
 )
-from ..layout.run import OptimizerChoice, Run
+from ..layout.optimizers import OptimizerChoice
+from ..layout.run import Run
 from ..layout.shape import HUB
 from ..layout.small_config import small_config
 from ..parallel import load_model
