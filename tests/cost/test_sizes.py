@@ -10,7 +10,7 @@ import torch
 from phalanx.cost.live import Live
 from phalanx.cost.sizes import sizes_of
 from phalanx.layout import Layout, Shape
-from phalanx.layout.run import OptimizerChoice
+from phalanx.layout.optimizers import OptimizerChoice
 from phalanx.layout.state_bytes import held_bytes
 from phalanx.parallel import Precision, build_model
 from phalanx.plan.local import local_profile

@@ -15,7 +15,7 @@ from phalanx.cli.main import main
 from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape, staged_pieces
-from phalanx.layout.matrices import assign_owners, orthogonal_work
+from phalanx.layout.matrices import assign_owners
 from phalanx.parallel import build_model
 from phalanx.parallel.local import build_local
 from phalanx.plan import cluster
@@ -26,7 +26,7 @@ from phalanx.plan.matrices import (
     MatrixTimes,
     matrix_bytes,
     matrix_times,
-    newton_schulz,
+    owners_work,
     row_matrices,
 )
 from phalanx.plan.profile import profile
@@ -34,6 +34,7 @@ from phalanx.plan.step import Pricer
 from phalanx.program import StepOptions
 from phalanx.program.memory import Sizes, peaks
 from phalanx.program.ops import TO_OWNERS
+from phalanx.train.muon import MATRICES as _ROW
 from phalanx.train.muon import Muon, MuonUpdate
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES
@@ -80,7 +81,7 @@ def test_weights_that_are_not_trained_have_no_owners(
     }
     assert exchanged == {n for n, each in enumerate(matrices) if any(each)}
     assert 2 not in exchanged
-    assert matrix_times(matrices[2], layout, hardware) == MatrixTimes()
+    assert matrix_times(_ROW, matrices[2], layout, hardware) == MatrixTimes()
     assert matrix_bytes(matrices[2], layout, 2.0) == 0
 
 
@@ -116,7 +117,7 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_take_of_the_owners() -> None:
 def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
     """At a rate of one, by hand: two ranks, one has the square, the other both halves."""
     assert assign_owners(
-        [orthogonal_work(4, 4), orthogonal_work(4, 2), orthogonal_work(4, 2)],
+        [_ROW.work(4, 4), _ROW.work(4, 2), _ROW.work(4, 2)],
         2,
     ) == [
         0,
@@ -126,11 +127,11 @@ def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
     assert assign_owners([1.0, 1.0], 3, first=2) == [2, 0]
     shape, hardware = Shape.load("8b"), hardware_of(cluster("h100x64"))
     matrices = _matrices(shape, Layout())[1]
-    alone = matrix_times(matrices, Layout.parse("bf16"), hardware)
-    eight = matrix_times(matrices, Layout.parse("dp8 zero1 bf16"), hardware)
+    alone = matrix_times(_ROW, matrices, Layout.parse("bf16"), hardware)
+    eight = matrix_times(_ROW, matrices, Layout.parse("dp8 zero1 bf16"), hardware)
     assert alone.to_owners == alone.from_owners == 0 < eight.to_owners
     # Seven matrices: the work of all over eight ranks, as the largest one alone.
-    work = [orthogonal_work(*sides) for sides in matrices[0]]
+    work = [_ROW.work(*sides) for sides in matrices[0]]
     share = max(work) / sum(work)
     assert eight.update / alone.update == pytest.approx(share, rel=0.15)
 
@@ -143,17 +144,17 @@ def test_newton_schulz_is_counted_in_flops_and_bytes(
     flops = 2 * 5 * (2 * 3 * 2 + 2 * 2 * 2 + 2 * 2 * 3)
     moved = 5 * ((6 + 6 + 4) + (4 + 4 + 4) + (4 + 6 + 6))
     alone = Layout.parse("bf16")
-    assert newton_schulz((((2, 3),), ()), alone) == (flops, 2 * moved)
-    assert newton_schulz((((3, 2),), ()), Layout(), cpu=True) == (
+    assert owners_work(_ROW, (((2, 3),), ()), alone) == (flops, 2 * moved)
+    assert owners_work(_ROW, (((3, 2),), ()), Layout(), cpu=True) == (
         flops,
         4 * moved,
     )
     three = (((2, 3),) * 3, ())
-    assert newton_schulz(three, Layout.parse("dp2 zero1")) == (
+    assert owners_work(_ROW, three, Layout.parse("dp2 zero1")) == (
         2 * flops,
         4 * moved,
     )
-    assert newton_schulz(((), ((2, 3),) * 4), Layout.parse("ep2")) == (
+    assert owners_work(_ROW, ((), ((2, 3),) * 4), Layout.parse("ep2")) == (
         2 * flops,
         4 * moved,
     )
@@ -183,8 +184,12 @@ def test_a_plan_with_muon_takes_longer_updates_and_keeps_one_moment() -> None:
         for name in ("phalanx", "phalanx-muon")
     )
     assert muon.parts["update"] > plain.parts["update"]
+    # A matrix has a float32 copy and one moment, other weights have two moments.
+    rows = staged_pieces(layout, shape).rows
+    matrices = sum(a * b for each in map(row_matrices, rows) for a, b in each[0])
+    total = 12 * shape.total - 4 * matrices
     assert muon.memory["optimizer"] == pytest.approx(
-        plain.memory["optimizer"] * 8 / 12
+        plain.memory["optimizer"] * total / (12 * shape.total)
     )
 
 
@@ -202,9 +207,9 @@ def test_a_plan_of_a_run_file_has_the_optimizer_of_the_run(
     # On this machine: two averages of float32 are one.
     ours = (
         profile_for(
-            replace(hardware_of(cluster("h100x8")), cores=2), muon=muon
+            replace(hardware_of(cluster("h100x8")), cores=2), optimizer=name
         )
-        for muon in (False, True)
+        for name in ("adamw", "muon")
     )
     assert [each.optimizer_bytes for each in ours] == [8.0, 4.0]
 

@@ -16,11 +16,11 @@ from phalanx.train.program import with_z_loss
 from phalanx.verify import SHAPES, Trace, Verdict
 from phalanx.verify.cases import trial_batch
 from phalanx.verify.low_precision import sums_of
+from phalanx.verify.optimizers import OPTIMIZERS
 from phalanx.verify.reference import PlainForward
 from phalanx.verify.replay import can_be_replayed, replay, rounding_of
 from phalanx.verify.trial import Setting, join, program_in, train_layout
 from phalanx.verify.verify import (
-    OPTIMIZERS,
     Truth,
     judge,
     precision_named,

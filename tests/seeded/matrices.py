@@ -9,7 +9,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from phalanx.parallel.tensor import Weight
-from phalanx.train.muon import Muon, MuonUpdate
+from phalanx.train.matrices import MatrixUpdate
+from phalanx.train.muon import Muon
 
 from .fault import fault, swapped
 
@@ -20,9 +21,9 @@ def in_parts(
     parts: Callable[[Weight], Iterable[tuple[slice, ...]]],
 ) -> AbstractContextManager[None]:
     """Orthogonalize these parts of a weight instead of each matrix."""
-    right = MuonUpdate._wholes
+    right = MatrixUpdate._wholes
 
-    def wholes(self: MuonUpdate) -> dict[int, Tensor]:
+    def wholes(self: MatrixUpdate) -> dict[int, Tensor]:
         found = right(self)
         self.mine = [
             b._replace(
@@ -32,7 +33,7 @@ def in_parts(
         ]
         return found
 
-    return swapped(MuonUpdate, "_wholes", wholes)
+    return swapped(MatrixUpdate, "_wholes", wholes)
 
 
 @fault(

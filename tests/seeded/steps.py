@@ -21,6 +21,7 @@ from phalanx.parallel.pool import BufferPool
 from phalanx.parallel.works import ChainedWork
 from phalanx.program import Op
 from phalanx.train.executor import Executor
+from phalanx.train.matrices import MatrixUpdate
 from phalanx.train.muon import MuonUpdate
 from phalanx.train.optimizer import Scale
 from phalanx.train.precision import LossScale
@@ -276,16 +277,16 @@ def _() -> AbstractContextManager[None]:
     optimizer="muon",
 )
 def _() -> AbstractContextManager[None]:
-    right = MuonUpdate._exchange
+    right = MatrixUpdate._exchange
 
     def exchange(
-        self: MuonUpdate, sent: Tensor, *parts: Any
+        self: MatrixUpdate, sent: Tensor, *parts: Any
     ) -> tuple[Tensor, Work]:
         came, work = right(self, sent, *parts)
         work.wait()
         return torch.empty_like(came), Work()
 
-    return swapped(MuonUpdate, "_exchange", exchange)
+    return swapped(MatrixUpdate, "_exchange", exchange)
 
 
 # ---- steps that float16 skips
@@ -353,15 +354,15 @@ def _() -> AbstractContextManager[None]:
     optimizer="muon",
 )
 def _() -> AbstractContextManager[None]:
-    right = MuonUpdate._apply
+    right = MatrixUpdate._apply
 
-    def apply(self: MuonUpdate, came: Tensor) -> None:
+    def apply(self: MatrixUpdate, came: Tensor) -> None:
         if self.scale is not None and float(self.scale.skip):
             for _, view in self.matrix_runs:
-                view.mul_(1.0 - self.lr * self.muon.rate * self.muon.decay)
+                view.mul_(1.0 - self.lr * self.settings.rate * self.settings.decay)
         right(self, came)
 
-    return swapped(MuonUpdate, "_apply", apply)
+    return swapped(MatrixUpdate, "_apply", apply)
 
 
 @fault(
@@ -373,7 +374,7 @@ def _() -> AbstractContextManager[None]:
     optimizer="muon",
 )
 def _() -> AbstractContextManager[None]:
-    right = MuonUpdate._momentum
+    right = MuonUpdate.contribution
 
     def momentum(
         self: MuonUpdate, view: Tensor, gradient: Tensor, scale: Scale | None
@@ -384,7 +385,7 @@ def _() -> AbstractContextManager[None]:
                 buffer.mul_(self.muon.momentum)
         return right(self, view, gradient, scale)
 
-    return swapped(MuonUpdate, "_momentum", momentum)
+    return swapped(MuonUpdate, "contribution", momentum)
 
 
 @fault(

@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.comm import RankFailed
 from phalanx.layout import Layout, plain_pieces
 from phalanx.layout.journal import read_journal
-from phalanx.layout.run import OptimizerChoice
+from phalanx.layout.optimizers import OptimizerChoice
 from phalanx.parallel import local
 from phalanx.program import Sizes, StepOptions, Timeline, build
 from phalanx.program.build import forward_only

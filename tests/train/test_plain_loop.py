@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from phalanx.layout.run import OptimizerChoice, Run
+from phalanx.layout.optimizers import OptimizerChoice
+from phalanx.layout.run import Run
 from phalanx.models import Decoder
 from phalanx.parallel import build_model, start
 from phalanx.train import loop, rank

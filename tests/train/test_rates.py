@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from phalanx.layout.run import OptimizerChoice
+from phalanx.layout.optimizers import OptimizerChoice
 from phalanx.train.optimizer import learning_rate
 
 

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from phalanx.comm.late import late_worlds
 from phalanx.layout import Layout, LayoutError, Rules
-from phalanx.layout.matrices import orthogonal_work
 from phalanx.parallel import Model, build_model, cut_weights
 from phalanx.program import (
     Costs,
@@ -26,7 +25,8 @@ from phalanx.program import (
     ops,
     simulate,
 )
-from phalanx.train.muon import Muon, matrices_of, orthogonalized
+from phalanx.parallel.matrices import matrices_of
+from phalanx.train.muon import MATRICES, Muon, orthogonalized
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of, covering, every_layout, verify
 from phalanx.verify.trial import Setting, join, program_in, train_layout
@@ -237,7 +237,7 @@ def test_the_dearest_owner_has_at_most_a_matrix_more_than_its_share(
             offsets=offsets,
             groups=SimpleNamespace(places=range(ranks)),
         )
-        blocks = matrices_of(unit)
+        blocks = matrices_of(unit, MATRICES)
         assert len(blocks) == 7
         costs = [b.work for b in blocks]
         loads = [
@@ -250,8 +250,8 @@ def test_the_dearest_owner_has_at_most_a_matrix_more_than_its_share(
 
 def test_the_cost_of_a_matrix_is_that_of_its_products() -> None:
     """Five steps: x x^T and p x have 2 r r c each with r <= c, the square of x x^T 2 r r r; in halves."""
-    assert orthogonal_work(10, 4) == orthogonal_work(4, 10)
-    assert orthogonal_work(4, 10) == 5 * (4 * 4 * 10 + 4 * 4 * 4 + 4 * 4 * 10)
+    assert MATRICES.work(10, 4) == MATRICES.work(4, 10)
+    assert MATRICES.work(4, 10) == 5 * (4 * 4 * 10 + 4 * 4 * 4 + 4 * 4 * 10)
 
 
 def test_the_ways_to_and_from_owners_are_simulated_and_needed() -> None:

@@ -18,7 +18,7 @@ from phalanx.api.step import step_of
 from phalanx.cli import main
 from phalanx.comm.alone import AloneWorld
 from phalanx.layout import Layout, Run, Shape, legal
-from phalanx.layout.choices import MUON, OPTIMIZERS
+from phalanx.layout.optimizers import OPTIMIZERS
 from phalanx.parallel import Model, build_model
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.link import cluster
@@ -27,9 +27,10 @@ from phalanx.plan.price import Priced
 from phalanx.plan.step import case_of, planned_program
 from phalanx.program import Op, Program, build, options_of
 from phalanx.train.program import program_of
-from phalanx.train.rank import Rank, optimizer_of
+from phalanx.train.optimizers import optimizer_of
+from phalanx.train.rank import Rank
 from phalanx.verify import SHAPES, covering, every_layout, placement
-from phalanx.verify.verify import OPTIMIZERS as COMPARED_OPTIMIZERS
+from phalanx.verify.optimizers import OPTIMIZERS as COMPARED_OPTIMIZERS
 
 Capture = pytest.CaptureFixture[str]
 Rows = tuple[tuple[Op, ...], ...]
@@ -54,7 +55,7 @@ def _ran(step: RunStep, optimizer: str, clip: float) -> Rows:
 
 def _planned(step: RunStep) -> Rows:
     hardware = hardware_of(cluster("h100x8"))
-    profile = profile_for(hardware, None, "bf16", muon=step.optimizer == MUON)
+    profile = profile_for(hardware, None, "bf16", optimizer=step.optimizer)
     priced = Priced(case_of(step.shape, step.layout), (), hardware, profile)  # type: ignore[arg-type]
     return planned_program(priced, step.layout.microbatches).rows
 

@@ -25,7 +25,7 @@ from phalanx.verify import SHAPES, Verdict, trial, verify
 from phalanx.verify.cases import trial_batch
 from phalanx.verify.reference import validation_of
 from phalanx.verify.trial import clip, program_in
-from phalanx.verify.verify import OPTIMIZERS
+from phalanx.verify.optimizers import OPTIMIZERS
 from seeded import setting_of, swapped, trained, truth
 
 IGNORED = -100

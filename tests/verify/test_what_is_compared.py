@@ -41,7 +41,8 @@ from phalanx.verify import (
 from phalanx.verify.memory import GIB, needed
 from phalanx.verify.reference import draw
 from phalanx.verify.trial import Setting
-from phalanx.verify.verify import OPTIMIZERS, judge, precision_named, truth_of
+from phalanx.verify.optimizers import OPTIMIZERS
+from phalanx.verify.verify import judge, precision_named, truth_of
 from seeded import FAULTS, setting_of, swapped, trained, truth
 
 pytestmark = pytest.mark.long_file

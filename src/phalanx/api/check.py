@@ -20,10 +20,12 @@ from ..layout import (
     nearest,
 )
 from ..layout.numbers import bytes_text, count_text, si_text
+from ..layout.optimizer_row import MatrixRow
+from ..layout.optimizers import OPTIMIZERS
+from ..plan.case import ranks_of
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import whole_servers
 from ..plan.matrices import owners_work, row_matrices
-from ..plan.space import ranks_of
 from ..plan.step import Request
 from ..program import Program, Proof, build
 from ..program import check as checked

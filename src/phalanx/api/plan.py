@@ -8,6 +8,7 @@ from typing import Any, TypedDict, Unpack
 
 from ..layout import Layout, Shape
 from ..layout.numbers import NumberError, bytes_text, parse_count, parse_length
+from ..layout.optimizers import ADAMW
 from ..layout.run import run_file
 from ..layout.trainer_table import trainer_named
 from ..layout.trainer_write import Written

@@ -24,9 +24,9 @@ from ..layout import (
     staged_pieces,
 )
 from ..layout.choices import BF16, FP32, MATMUL_WORDS
-from ..layout.optimizers import ADAMW
 from ..layout.families import code_of
 from ..layout.numbers import bytes_text
+from ..layout.optimizers import ADAMW
 from ..layout.run import run_file, shape_named
 from ..layout.source import name_of_class, names_source, refuse_broken
 from ..plan import Machine, cluster

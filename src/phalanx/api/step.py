@@ -20,8 +20,8 @@ from ..layout import (
     plain_pieces,
 )
 from ..layout.choices import SCHEDULES, SEARCHED, traits
-from ..layout.optimizers import ADAMW
 from ..layout.files import read_text
+from ..layout.optimizers import ADAMW
 from ..layout.pieces import piece_work
 from ..layout.source import names_source
 from ..plan.step import Pricer

@@ -4,8 +4,8 @@ pieces, on one rank of a layout.
 Each piece is run on meta tensors with a backend that sends nothing; results are cached
 in $XDG_CACHE_HOME/phalanx/costs. F is forward and B backward; if the schedule splits
 backward, I is the input gradient and W the weight gradient. R is recomputation. With
-an optimizer of whole matrices, the cost of their updates per step is added: of all ranks that share a
-piece's matrices, that of the busiest.
+an optimizer of whole matrices, the cost of their updates per step is added: of all ranks
+that share a piece's matrices, that of the busiest.
 
   phalanx cost --model 8b "tp4 seq bf16"
   phalanx cost --model 405b "tp8 seq cp16 bf16" --sequence 131072 --json
@@ -21,8 +21,8 @@ from ..api.request import model_of, refuse_illegal
 from ..cost import cached_costs
 from ..draw import text_table
 from ..layout import Layout, piece_layout, staged_pieces
-from ..layout.optimizers import OPTIMIZERS
 from ..layout.numbers import si_text
+from ..layout.optimizers import OPTIMIZERS
 from ..plan.matrices import owners_work, row_matrices
 from ..program import Load, PieceCost, ops
 from .parser import Parser, length, whole

@@ -124,9 +124,7 @@ def run(argv: list[str]) -> int:
     add("--steps", type=whole(1, STEPS), default=3, help="training steps")
     number = "dtype of all computation"
     add("--dtype", default=DTYPES[FP64].torch, choices=COMPARED, help=number)
-    optimizer = (
-        "the optimizer; sgd has momentum, NAME:original has adjust_lr = original"
-    )
+    optimizer = "the optimizer; sgd has momentum, NAME:original has adjust_lr = original"
     add(
         "--optimizer",
         default="adamw",

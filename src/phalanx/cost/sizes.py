@@ -20,6 +20,7 @@ from ..parallel.batch import edge_shape, microbatches
 from ..parallel.experts import cut_blocks
 from ..parallel.kinds import alike
 from ..parallel.local import LocalModel, build_local
+from ..parallel.matrices import owned_elements
 from ..program import PieceCost, Program, Sizes, ops
 from .pieces import Like, into, run, with_derived
 from .scales import PREFIX, Known
@@ -166,9 +167,10 @@ def _of_units(
         """Number of moment elements that the optimizer keeps for this rank's part."""
         # Elements of matrices have the moments of the optimizer for matrices.
         of_matrices = len(optimizer.moments(matrix=True)) * unit.moved
-        return of_matrices + len(optimizer.moments()) * (
-            unit.part - unit.moved
-        )
+        others = len(optimizer.moments()) * (unit.part - unit.moved)
+        matrices = optimizer.row.matrices
+        owned = owned_elements(unit, matrices) if matrices else 0
+        return of_matrices + others + owned
 
     parts = each(lambda unit: unit.bytes.gradient_shard)
     return Sizes(

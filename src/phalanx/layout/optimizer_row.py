@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from .choices import BF16
@@ -40,10 +41,9 @@ class OwnedTensor(NamedTuple):
     kind: str  # its name in a checkpoint
     sides: str
 
-    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         length = {"r": rows, "c": columns}
-        first, second = self.sides
-        return length[first], length[second]
+        return length[self.sides[0]], length[self.sides[1]]
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ class MatrixRow:
 
     def owned_elements(self, rows: int, columns: int) -> int:
         """The elements of all tensors that the owner of a matrix keeps for it."""
-        shapes = (each.shape(rows, columns) for each in self.owned)
-        return sum(first * second for first, second in shapes)
+        return sum(prod(each.shape(rows, columns)) for each in self.owned)
 
 
 @dataclass(frozen=True)

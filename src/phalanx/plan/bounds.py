@@ -35,6 +35,7 @@ from ..layout.choices import traits
 from ..layout.pieces import work_of_pieces
 from ..layout.state_bytes import held_bytes
 from ..program import KINDS, ops
+from .case import ranks_of
 from .hardware import SLOWED
 from .open_blocks import in_flight
 from .piece_price import OpTime, PieceTimes
@@ -48,7 +49,6 @@ from .space import (
     Space,
     Zero,
     blocks_of,
-    ranks_of,
 )
 from .step import Pricer, joint_lanes
 

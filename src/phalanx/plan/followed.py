@@ -26,11 +26,12 @@ from .bounds import (
     kinds_of_stages,
     segment_blocks,
 )
+from .case import ranks_of
 from .hardware import lost_beside
 from .open_blocks import rows_of
 from .piece_price import KindTimes, PieceTimes
 from .price import distance
-from .space import Inner, Options, Pipeline, Space, ranks_of
+from .space import Inner, Options, Pipeline, Space
 from .step import Pricer
 
 _NODES = 150_000  # the most in a schedule that is followed

@@ -128,7 +128,9 @@ def owned_elements(
                 loads = _loads(row, sides, ranks, kept, n * len(sides))
                 by_owners.setdefault(ranks, {})[n] = loads
         for of_piece in by_owners.values():
-            totals = [sum(each) for each in zip(*of_piece.values(), strict=True)]
+            totals = [
+                sum(each) for each in zip(*of_piece.values(), strict=True)
+            ]
             fullest = totals.index(max(totals))
             for n, loads in of_piece.items():
                 found[n] += loads[fullest]

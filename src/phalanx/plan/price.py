@@ -24,7 +24,7 @@ from ..layout.choices import DTYPES, MATMULS
 from ..layout.optimizers import OPTIMIZERS
 from ..layout.state_bytes import held_bytes
 from ..program import Costs, PieceCost, Sizes, ops
-from .case import Case
+from .case import Case, ranks_of
 from .hardware import Hardware, lost_beside
 from .matrices import (
     Matrices,

@@ -244,11 +244,9 @@ def profiles() -> dict[str, SoftwareProfile]:
     for row in OPTIMIZERS.values():
         if row.matrices:
             ours = found["phalanx"].with_optimizer(row.name)
-            named = {
-                "name": f"phalanx-{row.name}",
-                "source": f"{ours.source}, with {row.stored}",
-            }
-            found[named["name"]] = replace(ours, **named)
+            name = f"phalanx-{row.name}"
+            source = f"{ours.source}, with {row.stored}"
+            found[name] = replace(ours, name=name, source=source)
     return found
 
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from ..layout import Layout, LayoutError, legal, stage_pieces
 from ..layout.numbers import bytes_text
-from .space import divisors, ranks_of
+from .case import ranks_of
+from .space import divisors
 from .step import MEMORY
 
 if TYPE_CHECKING:

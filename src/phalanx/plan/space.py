@@ -497,14 +497,3 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
     least, more = divmod(layers, stages)
     begin = (stages - more) // 2
     return tuple(least + (begin <= i < begin + more) for i in range(stages))
-
-
-def ranks_of(
-    stages: int, pp: int, schedule: str
-) -> tuple[tuple[int, ...], ...]:
-    """The virtual stages of each rank of a pipeline."""
-    # A V-shaped rank holds a stage and its mirror image; others every pp-th
-    # stage.
-    if traits(schedule).v_shape:
-        return tuple((r, stages - 1 - r) for r in range(pp))
-    return tuple(tuple(range(r, stages, pp)) for r in range(pp))

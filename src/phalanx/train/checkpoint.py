@@ -234,7 +234,7 @@ class Saver:
         kept = [
             state
             for update in self.updates.values()
-            for state in update.state.values()
+            for state in (*update.state.values(), *update.owned.values())
         ]
         # AdamW counts the steps of each weight; all must have the same count.
         counts = {float(state["step"]) for state in kept if "step" in state}
@@ -335,11 +335,15 @@ def owned(
     Each comes with its manifest entry: the whole tensor with one shard, at offset 0 of
     file 0.
     """
-    # Replica 0 of each unit writes; the other replicas hold the same elements.
     for unit in local.every_unit:
         # A tied weight lives on several stages; the stage that runs the unit's own
         # piece writes it.
-        if unit.piece not in local.pieces or unit.groups.replica.rank:
+        if unit.piece not in local.pieces:
+            continue
+        if not unit.frozen:
+            yield from _owned_state(updates[unit.number])
+        # Replica 0 of each unit writes; the other replicas hold the same elements.
+        if unit.groups.replica.rank:
             continue
         for entry in unit.entries():
             weight, box = entry.weight, box_of(entry)
@@ -362,6 +366,25 @@ def owned(
                     ),
                     own,
                 )
+
+
+def _owned_state(
+    update: Update,
+) -> Iterator[tuple[stored.StoredTensor, Tensor]]:
+    """Yield what this rank alone keeps of the matrices that it owns, each tensor whole."""
+    for name, state in update.owned.items():
+        for kind in update.owned_shapes[name]:
+            own = state[kind]
+            shape = tuple(own.shape)
+            box = tuple((0, length) for length in shape)
+            shard = stored.StoredShard(
+                f"{kind}/{name}", box, shape, 0, 0, 0, own.numel()
+            )
+            dtype = stored.NAMES[own.dtype]
+            yield (
+                stored.StoredTensor(kind, name, dtype, shape, (shard,)),
+                own.flatten(),
+            )
 
 
 def box_of(entry: Entry) -> stored.Box:

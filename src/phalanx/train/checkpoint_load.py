@@ -22,8 +22,9 @@ from torch import Tensor
 from ..comm import Group
 from ..comm.agree import broadcast_text
 from ..layout import Layout, LayoutError, Shape
-from ..layout.choices import OPTIMIZERS, SGD, OptimizerTraits
 from ..layout.families import code_of
+from ..layout.optimizer_row import OptimizerRow
+from ..layout.optimizers import OPTIMIZERS
 from ..layout.run import Run
 from ..layout.source import arguments_text, split_name
 from ..parallel import Entry, Model
@@ -60,7 +61,7 @@ from .own_optimizer import OwnUpdate
 
 # bytes read at once where a rank keeps a part of each row
 BLOCK = 16 << 20
-_OPTIMIZERS = {traits.stored: traits for traits in OPTIMIZERS.values()}
+_OPTIMIZERS = {row.stored: row for row in OPTIMIZERS.values()}
 
 
 @dataclass(frozen=True)
@@ -598,9 +599,8 @@ def _check(
             wrong.append(
                 f"stores {', '.join(kinds)} as the state of {name or 'nothing'}"
             )
-        # SGD counts no updates: a count or its absence must suit the
-        # optimizer.
-        counts = traits is None or traits.stored != OPTIMIZERS[SGD].stored
+        # A count of updates or its absence must suit the optimizer.
+        counts = traits is None or traits.counts
         if name in _OPTIMIZERS and counts != (manifest.updates is not None):
             wrong.append(f"has {manifest.updates} updates by {name}")
         if optimizer and name != optimizer:
@@ -631,19 +631,33 @@ def _check(
                 f"{kind} of {each} is missing or of another shape"
                 for each in lost[:1]
             ]
+        owned = (
+            (kind, each, shape)
+            for update in updates.values()
+            for each, kinds_of in update.owned_shapes.items()
+            for kind, shape in kinds_of.items()
+        )
+        if traits and traits.owned:
+            lost_owned = [
+                f"{kind} of {each} is missing or of another shape"
+                for kind, each, shape in owned
+                if shapes.get((kind, each)) != shape
+            ]
+            wrong += lost_owned[:1]
     if wrong:
         raise CheckpointError("; ".join(wrong))
 
 
-def _traits(manifest: Manifest, updates: Updates) -> OptimizerTraits | None:
-    """Return the traits of the optimizer whose state a checkpoint holds; None if it is
+def _traits(manifest: Manifest, updates: Updates) -> OptimizerRow | None:
+    """Return the row of the optimizer whose state a checkpoint holds; None if it is
     unknown.
 
-    A torch optimizer of the user's creates its state in its first step, so its traits
-    are what the checkpoint holds.
+    A torch optimizer of the user's creates its state in its first step, so its row
+    is what the checkpoint holds.
     """
     if any(isinstance(update, OwnUpdate) for update in updates.values()):
-        return OptimizerTraits(manifest.optimizer, tuple(_kinds(manifest)))
+        name = manifest.optimizer
+        return OptimizerRow(name, name, tuple(_kinds(manifest)))
     return _OPTIMIZERS.get(manifest.optimizer)
 
 
@@ -666,6 +680,8 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
                 if traits
                 else ()
             )
+            if not kept:
+                continue
             state = {kind: torch.zeros_like(view) for kind in kept}
             if count is not None:
                 # Fused optimizers keep the step count on the parameters' device, in
@@ -675,6 +691,8 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
                 )
             update.restore(view, state)
     with reader:
+        if traits and traits.owned:
+            _fill_owned(reader, updates)
         for unit in local.every_unit:
             for entry in unit.entries():
                 # A weight that is drawn has no stored values, and keeps its
@@ -684,6 +702,20 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
                     # both.
                     for kind, own in kept_of(unit, entry, updates):
                         own.copy_(reader.numbers(kind, entry))
+
+
+def _fill_owned(reader: TensorReader, updates: Updates) -> None:
+    """Load what this rank alone keeps of the matrices that it owns."""
+    count = reader.manifest.updates
+    for update in updates.values():
+        for name, kinds in update.owned_shapes.items():
+            device = update.unit.home.device
+            state = {
+                kind: reader.whole(reader.tensors[kind, name]).to(device)
+                for kind in kinds
+            }
+            state["step"] = torch.tensor(count or 0, dtype=torch.float32)
+            update.owned[name] = state
 
 
 class TensorReader(ExitStack):

@@ -95,11 +95,8 @@ class MemoryCheckpoints:
     def __init__(
         self, folder: Path, host: str, local: LocalModel, updates: Updates
     ) -> None:
-        self.folder, self.local, self.group = (
-            folder,
-            local,
-            local.groups.everyone,
-        )
+        self.folder, self.local, self.updates = folder, local, updates
+        self.group = local.groups.everyone
         self.saver = checkpoint.Saver(folder, local, updates)
         self.hosts: dict[str, list[int]] = {}
         for rank, each in enumerate(exchange(self.group, host)):
@@ -376,6 +373,16 @@ class MemoryCheckpoints:
         for number, tensor in enumerate(manifest.tensors):
             tensors.setdefault(tensor.name, []).append(number)
         needs = set()
+        # State of the matrices that this rank owns is read whole.
+        owned = [
+            name
+            for update in self.updates.values()
+            for name in update.owned_shapes
+        ]
+        for name in owned:
+            for number in tensors.get(name, ()):
+                shards = manifest.tensors[number].shards
+                needs |= {shard.file for shard in shards}
         for unit in self.local.every_unit:
             for entry in unit.entries():
                 box, row = (

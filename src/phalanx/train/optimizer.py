@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Work
-from ..layout.choices import ADAMW, OPTIMIZERS, SGD
-from ..layout.optimizers import OptimizerChoice
+from ..layout.optimizers import ADAMW, OPTIMIZERS, SGD, OptimizerChoice
 from ..parallel import Unit
 from ..parallel.data import Segment
 
@@ -36,6 +35,10 @@ class Optimizer(Protocol):
 
     @property
     def whole_matrices(self) -> bool: ...
+
+    # as torch spells it
+    @property
+    def name(self) -> str: ...
 
     def of(self, unit: Unit) -> Update: ...
 
@@ -93,7 +96,9 @@ class Update:
     """The elementwise update of a unit, or of some `segments` of it, by a fused kernel.
 
     Runs of the flat home with equal decay share a kernel call. `state` is keyed by run
-    and made at the first step; all runs share its step count.
+    and made at the first step; all runs share its step count. `owned` is the state of
+    whole matrices that this rank alone keeps, by the name of the matrix; `owned_shapes`
+    are its shapes, by name and kind, from the start.
     """
 
     def __init__(
@@ -106,6 +111,8 @@ class Update:
         self.runs: list[tuple[slice, Tensor]] = []
         self.every_run = self.runs  # all runs that have a state
         self.state: dict[Tensor, State] = {}
+        self.owned: dict[str, State] = {}
+        self.owned_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         # number of updates so far, on the device
         self.count: Tensor | None = None
         self.prepared = False
@@ -247,6 +254,12 @@ class AdamW:
     eps: float = 1e-8
     decay: float = 0.1
 
+    @classmethod
+    def of_run(cls, choice: OptimizerChoice) -> AdamW:
+        """The optimizer that a run file describes."""
+        beta1, beta2 = choice.betas
+        return cls(beta1, beta2, choice.eps, choice.weight_decay)
+
     def of(self, unit: Unit) -> Update:
         return Update(unit, self)
 
@@ -274,6 +287,11 @@ class Sgd:
     counts: ClassVar[bool] = False
     momentum: float = 0.0
     decay: float = 0.0
+
+    @classmethod
+    def of_run(cls, choice: OptimizerChoice) -> Sgd:
+        """The optimizer that a run file describes."""
+        return cls(choice.momentum or 0.0, choice.weight_decay)
 
     def of(self, unit: Unit) -> Update:
         return Update(unit, self)

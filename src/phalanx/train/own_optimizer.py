@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import LayoutError
+from ..layout.optimizers import OPTIMIZERS
 from ..parallel import Unit
 from .checkpoint_format import CheckpointError
 from .optimizer import Scale, State, Update, beside
@@ -34,7 +35,6 @@ ELEMENTWISE = (
     "SGD",
 )
 WAY_OUT = {
-    "Muon": "phalanx.train supports it with optimizer.name = muon",
     "NAdam": "it stores a product of its rates for each weight; use Adam or RAdam",
     "ASGD": "it stores rates for each weight; use SGD",
     "LBFGS": "it calls the loss several times in a step",
@@ -56,7 +56,15 @@ def refuse_other_than_elementwise(optimizer: object) -> None:
         kind, "elementwise", False
     ):
         return
-    reason = WAY_OUT.get(kind.__name__, "") if torchs else ""
+    rows = {row.stored: row for row in OPTIMIZERS.values()}
+    # Optimizers of whole matrices are those of a run, not of one's own loop.
+    if torchs and kind.__name__ in rows:
+        reason = (
+            "phalanx.train supports it with optimizer.name ="
+            f" {rows[kind.__name__].name}"
+        )
+    else:
+        reason = WAY_OUT.get(kind.__name__, "") if torchs else ""
     reason = reason or (
         f"use {', '.join(ELEMENTWISE)} of torch.optim, or a class that sets elementwise = True"
     )
@@ -179,6 +187,7 @@ class OwnUpdate(Update):
                 home
             )
         self.every_run = self.runs
+        self.owned, self.owned_shapes = {}, {}
         self.numbers = [*in_groups]
         options = own.groups
         groups = [

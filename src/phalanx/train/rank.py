@@ -33,9 +33,8 @@ from .checkpoint_load import ModelIdentity
 from .data.batches import Batches
 from .data.token_files import DataError, open_corpus
 from .host_threads import use_threads_of_host
-from .muon import Muon
 from .next_batch import NextBatch
-from .optimizer import AdamW, Optimizer, Sgd
+from .optimizers import optimizer_of
 from .parallelize import parallelize
 from .precision import precision_on
 from .program import fitting_program, maker_of, program_of, shape_of
@@ -43,22 +42,6 @@ from .text import refuse_long_sample, refuse_unknown_vocabulary
 from .watched import tell_compilations
 
 GIB = float(1 << 30)
-
-
-def optimizer_of(run: Run) -> Optimizer:
-    """Return the optimizer that a run names."""
-    o = run.optimizer
-    if o.name == "sgd":
-        return Sgd(o.momentum or 0.0, o.weight_decay)
-    adamw = AdamW(*o.betas, eps=o.eps, decay=o.weight_decay)
-    if o.name == "adamw":
-        return adamw
-    momentum, rate = (
-        0.95 if o.momentum is None else o.momentum,
-        # The matrices' rate relative to that of all other weights.
-        (o.matrix_lr or o.lr) / o.lr,
-    )
-    return Muon(momentum, o.nesterov, o.adjust_lr, rate, o.weight_decay, adamw)
 
 
 def batches_of(run: Run, shape: Shape) -> Batches:

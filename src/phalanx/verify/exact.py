@@ -28,11 +28,11 @@ from ..program import Op, Program, ProgramError, ops
 from ..train.precision import precision_of
 from .cases import trial_batch
 from .claims import false_claim
+from .optimizers import OPTIMIZERS
 from .reference import Mismatch, Trace, TracedStep
 from .replay import can_be_replayed, replay, rounding_of
 from .trial import Leaves, Seen, Setting, join, program_in, train_layout
 from .verify import (
-    OPTIMIZERS,
     Verdict,
     failed,
     judge,

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..layout import Shape
 from ..models import IGNORED, Decoder, DeepMlp, Router
@@ -29,10 +28,10 @@ from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision
 from ..parallel.batch import VALID
 from ..parallel.model import entries_named
-from ..train.muon import Muon
-from ..train.optimizer import AdamW, Sgd
+from ..train.optimizer import Optimizer
 from . import plain
 from .cases import VARIED
+from .optimizers import plain_optimizer
 
 Batch = Mapping[str, Tensor]
 Batches = Callable[[int], Batch]
@@ -218,7 +217,7 @@ def reference(
     batches: Batches,
     *,
     steps: int,
-    optimizer: AdamW | Sgd | Muon,
+    optimizer: Optimizer,
     rate: Callable[[int], float],
     clip: Callable[[int], float],
     precision: Precision,
@@ -270,7 +269,7 @@ def reference(
         for name, x in masters.items()
         if train[name] and name not in model.rates
     }
-    update = _optimizer(optimizer, trained, rate(0), model)
+    update = plain_optimizer(optimizer, trained, rate(0), model)
     # Independent of the nudges of values.
     nudge_gradients = nudge.apart() if nudge else None
     seen = []
@@ -801,103 +800,3 @@ def _valid(batch: Batch) -> int:
 
 def _rows(batch: Batch) -> int:
     return next(iter(batch.values())).shape[0]
-
-
-def _optimizer(
-    optimizer: AdamW | Sgd | Muon,
-    weights: Mapping[str, nn.Parameter],
-    lr: float,
-    model: Model,
-) -> Any:
-    """Return torch's optimizer. Matrices decay; norms and biases do not."""
-    if isinstance(optimizer, Muon):
-        return _MuonBesideAdamW(optimizer, weights, lr, model)
-    groups = [
-        {
-            "params": [w for w in weights.values() if w.dim() > 1],
-            "weight_decay": optimizer.decay,
-        },
-        {
-            "params": [w for w in weights.values() if w.dim() <= 1],
-            "weight_decay": 0.0,
-        },
-    ]
-    if isinstance(optimizer, Sgd):
-        return torch.optim.SGD(groups, lr=lr, momentum=optimizer.momentum)
-    betas = optimizer.beta1, optimizer.beta2
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=optimizer.eps)
-
-
-class _Unrounded(TorchFunctionMode):
-    """Disables rounding in torch's Muon, which rounds a matrix to bfloat16 before
-    orthogonalizing it."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.bfloat16:
-            return args[0].clone()
-        return func(*args, **(kwargs or {}))
-
-
-class _MuonBesideAdamW:
-    """torch's Muon for each matrix that the rule table names, and its AdamW for all
-    other weights."""
-
-    def __init__(
-        self,
-        optimizer: Muon,
-        weights: Mapping[str, nn.Parameter],
-        lr: float,
-        model: Model,
-    ) -> None:
-        self.rate = optimizer.rate
-        self.parts: list[
-            tuple[nn.Parameter, Callable[[Tensor], Tensor], nn.Parameter]
-        ] = []
-        rest = dict(weights)
-        for name, weight in weights.items():
-            boxes = model.rules.matrices(name, tuple(weight.shape))
-            # Three dimensions: a matrix for each expert.
-            for n, box in product(
-                range(len(weight) if weight.dim() == 3 else 1), boxes
-            ):
-                # What Muon updates, AdamW does not.
-                rest.pop(name, None)
-                of = partial(_part, number=n, box=box)
-                self.parts.append(
-                    # A view, so that an update of the part updates the weight.
-                    (weight, of, nn.Parameter(of(weight.detach())))
-                )
-        o = optimizer
-        given: Any = {
-            "weight_decay": o.decay,
-            "momentum": o.momentum,
-            "nesterov": o.nesterov,
-        }
-        every = [part for *_, part in self.parts]
-        self.muon = torch.optim.Muon(every, **given, adjust_lr_fn=o.scale)
-        self.adamw = _optimizer(optimizer.others, rest, lr, model)
-        wholes = {id(weight): weight for weight, *_ in self.parts}
-        self.param_groups = [
-            # The outer loop sets the rate of every group, including that of
-            # Muon.
-            *self.adamw.param_groups,
-            {"params": [*wholes.values()], "lr": lr},
-        ]
-
-    def step(self) -> None:
-        self.muon.param_groups[0]["lr"] = (
-            self.param_groups[-1]["lr"] * self.rate
-        )
-        for weight, of, part in self.parts:
-            # Views of the gradient of the whole weight.
-            part.grad = None if weight.grad is None else of(weight.grad)
-        with _Unrounded():
-            self.muon.step()  # type: ignore[no-untyped-call]
-        self.adamw.step()
-
-
-def _part(x: Tensor, number: int, box: tuple[slice, slice]) -> Tensor:
-    """Return a view of one matrix, or of one expert's."""
-    return (x[number] if x.dim() == 3 else x)[box]

@@ -30,13 +30,13 @@ from ..layout.choices import FP64, THREADS
 from ..layout.exact import COVERED
 from ..layout.families import hub_config
 from ..layout.journal import read_journal
+from ..layout.optimizers import OptimizerChoice
 from ..layout.proportions import (
     STEPS,
     TOKENS,
     WORDS,
     small_run,
 )
-from ..layout.optimizers import OptimizerChoice
 from ..layout.run import Run
 from ..layout.shape import HUB
 from ..layout.small_config import small_config
@@ -44,9 +44,10 @@ from ..parallel import load_model
 from ..train.data.batches import Batches
 from ..train.lock import hold_run
 from ..train.loop import train
+from ..train.optimizers import optimizer_of
 from ..train.precision import precision_of
 from ..train.program import maker_of, shape_of
-from ..train.rank import Rank, batches_of, optimizer_of
+from ..train.rank import Rank, batches_of
 from ..train.step import CompletedStep
 from ..train.stop import STOP
 from .claims import false_claim
@@ -234,7 +235,7 @@ def _setting(run: Run, precision: str) -> Setting:
     return Setting(
         batches.batch,
         steps=STEPS,
-        optimizer=optimizer_of(run),  # type: ignore[arg-type]
+        optimizer=optimizer_of(run),
         rate=partial(plain_rate, run.optimizer, STEPS),
         clip=lambda step: run.optimizer.clip,
         precision=precision_of(precision),

@@ -26,8 +26,7 @@ from ..parallel.tensor import Weight
 from ..program import Op, Program, StepOptions, Timeline, ops
 from ..program.build import forward_only
 from ..train.executor import Executor, StepResult, Validator
-from ..train.muon import Muon
-from ..train.optimizer import AdamW, Sgd
+from ..train.optimizer import AdamW, Optimizer
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
 from .claims import LONG
@@ -72,7 +71,7 @@ class Setting:
 
     batches: Callable[[int], Batch]
     steps: int = 3
-    optimizer: AdamW | Sgd | Muon = AdamW(eps=1e-3)  # frozen
+    optimizer: Optimizer = AdamW(eps=1e-3)  # frozen
     rate: Callable[[int], float] = rate
     clip: Callable[[int], float] = clip
     precision: Precision = Precision()  # frozen

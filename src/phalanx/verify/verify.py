@@ -40,14 +40,13 @@ from ..parallel import (
 )
 from ..parallel.low_precision import matmul_named
 from ..program import DoesNotFit, ProgramError, Recorded, Timeline
-from ..train.muon import Muon
-from ..train.optimizer import AdamW, Sgd
 from ..train.precision import precision_of
 from ..train.program import with_z_loss
 from .cases import trial_batch
 from .claims import false_claim
 from .compare import Bounds, bounds_of, compare
 from .low_precision import can_replay, install, padded, sums_of
+from .optimizers import OPTIMIZERS
 from .own_forward import OwnForward
 from .reference import (
     Batch,
@@ -67,16 +66,6 @@ from .trial import Setting, join, long_program, program_in, train_layout
 Worlds = Callable[[int], AbstractContextManager[Runner]]
 LOG = 1 << 26  # maximum bytes of a log of verdicts
 NUDGED = 6  # trainings with perturbations of a unit in the last place
-# Different from the defaults, so that an ignored option is noticed.
-OPTIMIZERS: dict[str, AdamW | Sgd | Muon] = {
-    "adamw": AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2),
-    "sgd": Sgd(momentum=0.9, decay=0.1),
-    "muon": Muon(0.8, rate=0.5, decay=0.2, others=AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2)),
-    "muon:original": Muon(
-        0.8, nesterov=False, scale="original", rate=0.5, decay=0.2,
-        others=AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2),
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
