@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from .codec import key
 from .muon import MUON, MuonKeys
 from .optimizer_row import OptimizerRow
+from .soap import SOAP, SoapKeys
 
 _ADAMW = OptimizerRow("adamw", "AdamW", ("exp_avg", "exp_avg_sq"))
 _SGD = OptimizerRow(
     "sgd", "SGD", ("momentum_buffer",), keys=("momentum",), counts=False
 )
-OPTIMIZERS = {row.name: row for row in (_ADAMW, _SGD, MUON)}
+OPTIMIZERS = {row.name: row for row in (_ADAMW, _SGD, MUON, SOAP)}
 ADAMW, SGD = _ADAMW.name, _SGD.name
 # Those that `verify` compares.
 COMPARED_OPTIMIZERS = (
@@ -61,7 +62,7 @@ class SharedKeys:
 
 # The fields of the last class come first.
 @dataclass(frozen=True)
-class OptimizerChoice(MuonKeys, SharedKeys):
+class OptimizerChoice(SoapKeys, MuonKeys, SharedKeys):
     """The optimizer and the learning-rate schedule."""
 
     @property

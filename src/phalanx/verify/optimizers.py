@@ -6,11 +6,14 @@ from typing import Any
 
 from ..layout.muon import MUON
 from ..layout.optimizers import ADAMW, SGD
+from ..layout.soap import SOAP
 from ..parallel import Model
 from ..train.muon import Muon
 from ..train.optimizer import AdamW, Optimizer, Sgd
+from ..train.soap import Soap
 from .muon import PlainMuon
 from .plain_optimizers import Weights, plain_adamw, plain_sgd
+from .soap import PlainSoap
 
 # Different from the defaults, so that an ignored option is noticed.
 _ADAMW = AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2)
@@ -23,11 +26,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     SGD: Sgd(momentum=0.9, decay=0.1),
     MUON.name: _MUON,
     MUON.variants[0]: _ORIGINAL,
+    # Bases are refreshed in most of the few steps that are compared.
+    SOAP.name: Soap(refresh_every=1, others=_ADAMW),
 }
 _PLAIN: dict[type, Any] = {
     AdamW: plain_adamw,
     Sgd: plain_sgd,
     Muon: PlainMuon,
+    Soap: PlainSoap,
 }
 
 
