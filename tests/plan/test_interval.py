@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.layout import Layout, Shape
+from phalanx.layout.optimizers import OPTIMIZERS
 from phalanx.plan import MachineError, cluster
 from phalanx.plan import interval as module
 from phalanx.plan.case import Case
@@ -136,9 +137,13 @@ def test_every_cause_has_a_width_and_every_device_of_the_list_is_catalogued() ->
         "default",
         "compiled",
         "phalanx",
-        "phalanx-muon",
         "llama-3",
         "deepseek",
+        *(
+            f"phalanx-{row.name}"
+            for row in OPTIMIZERS.values()
+            if row.matrices
+        ),
     }
 
 

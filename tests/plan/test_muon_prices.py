@@ -128,7 +128,9 @@ def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
     shape, hardware = Shape.load("8b"), hardware_of(cluster("h100x64"))
     matrices = _matrices(shape, Layout())[1]
     alone = matrix_times(_ROW, matrices, Layout.parse("bf16"), hardware)
-    eight = matrix_times(_ROW, matrices, Layout.parse("dp8 zero1 bf16"), hardware)
+    eight = matrix_times(
+        _ROW, matrices, Layout.parse("dp8 zero1 bf16"), hardware
+    )
     assert alone.to_owners == alone.from_owners == 0 < eight.to_owners
     # Seven matrices: the work of all over eight ranks, as the largest one alone.
     work = [_ROW.work(*sides) for sides in matrices[0]]
@@ -186,7 +188,9 @@ def test_a_plan_with_muon_takes_longer_updates_and_keeps_one_moment() -> None:
     assert muon.parts["update"] > plain.parts["update"]
     # A matrix has a float32 copy and one moment, other weights have two moments.
     rows = staged_pieces(layout, shape).rows
-    matrices = sum(a * b for each in map(row_matrices, rows) for a, b in each[0])
+    matrices = sum(
+        a * b for each in map(row_matrices, rows) for a, b in each[0]
+    )
     total = 12 * shape.total - 4 * matrices
     assert muon.memory["optimizer"] == pytest.approx(
         plain.memory["optimizer"] * total / (12 * shape.total)

@@ -9,6 +9,7 @@ from . import (
     narrow,
     order,
     routed,
+    soap,
     steps,
     wide,
 )
@@ -30,6 +31,7 @@ LISTED = (
     narrow,
     routed,
     matrices,
+    soap,
     eight_bits,
     steps,
     late,

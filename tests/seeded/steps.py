@@ -359,7 +359,9 @@ def _() -> AbstractContextManager[None]:
     def apply(self: MatrixUpdate, came: Tensor) -> None:
         if self.scale is not None and float(self.scale.skip):
             for _, view in self.matrix_runs:
-                view.mul_(1.0 - self.lr * self.settings.rate * self.settings.decay)
+                view.mul_(
+                    1.0 - self.lr * self.settings.rate * self.settings.decay
+                )
         right(self, came)
 
     return swapped(MatrixUpdate, "_apply", apply)

@@ -67,7 +67,7 @@ class Run:
         for _ in range(count):
             batch = batch_of(self.shape, self.step)
             place = self.local.coordinates
-            own = microbatches(batch, self.layout, place["dp"], place["cp"])
+            own = microbatches(batch, self.layout, place["data"], place["cp"])
             done = self.performer.step(own, 1e-2)
             loss = torch.tensor([done.loss], dtype=WIDE)
             self.local.groups.everyone.all_reduce(loss)

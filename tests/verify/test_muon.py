@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from phalanx.comm.late import late_worlds
 from phalanx.layout import Layout, LayoutError, Rules
 from phalanx.parallel import Model, build_model, cut_weights
+from phalanx.parallel.matrices import matrices_of
 from phalanx.program import (
     Costs,
     Op,
@@ -25,7 +26,6 @@ from phalanx.program import (
     ops,
     simulate,
 )
-from phalanx.parallel.matrices import matrices_of
 from phalanx.train.muon import MATRICES, Muon, orthogonalized
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of, covering, every_layout, verify

@@ -26,8 +26,8 @@ from phalanx.plan.local import profile_for
 from phalanx.plan.price import Priced
 from phalanx.plan.step import case_of, planned_program
 from phalanx.program import Op, Program, build, options_of
-from phalanx.train.program import program_of
 from phalanx.train.optimizers import optimizer_of
+from phalanx.train.program import program_of
 from phalanx.train.rank import Rank
 from phalanx.verify import SHAPES, covering, every_layout, placement
 from phalanx.verify.optimizers import OPTIMIZERS as COMPARED_OPTIMIZERS

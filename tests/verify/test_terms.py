@@ -23,9 +23,9 @@ from phalanx.program import DoesNotFit, Op, ProgramError
 from phalanx.train.executor import Executor
 from phalanx.verify import SHAPES, Verdict, trial, verify
 from phalanx.verify.cases import trial_batch
+from phalanx.verify.optimizers import OPTIMIZERS
 from phalanx.verify.reference import validation_of
 from phalanx.verify.trial import clip, program_in
-from phalanx.verify.optimizers import OPTIMIZERS
 from seeded import setting_of, swapped, trained, truth
 
 IGNORED = -100

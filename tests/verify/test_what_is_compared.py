@@ -39,9 +39,9 @@ from phalanx.verify import (
     verify,
 )
 from phalanx.verify.memory import GIB, needed
+from phalanx.verify.optimizers import OPTIMIZERS
 from phalanx.verify.reference import draw
 from phalanx.verify.trial import Setting
-from phalanx.verify.optimizers import OPTIMIZERS
 from phalanx.verify.verify import judge, precision_named, truth_of
 from seeded import FAULTS, setting_of, swapped, trained, truth
 

@@ -16,7 +16,7 @@ from .data import Unit
 from .tensor import Weight
 
 
-class Part(NamedTuple):
+class PackedMatrix(NamedTuple):
     """One of the matrices that a weight packs, such as its query, key or value rows.
 
     `name` is that of the matrix in a checkpoint: the weight's, and the matrix's number
@@ -53,12 +53,12 @@ class Matrix(NamedTuple):
     def stop(self) -> int:
         return self.start + math.prod(self.shape)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[PackedMatrix]:
         """Yield the matrices that are updated one by one: this one, or those it packs."""
         boxes = self.weight.matrices
         for number, (rows, columns) in enumerate(boxes):
             place = self.expert * len(boxes) + number
-            yield Part(f"{self.weight.name}[{place}]", rows, columns)
+            yield PackedMatrix(f"{self.weight.name}[{place}]", rows, columns)
 
     def span(self, unit: Unit, shard: int) -> slice:
         """The elements of the matrix in a shard, relative to the shard's start."""
