@@ -14,8 +14,8 @@ from phalanx.train.soap import Soap, SoapUpdate
 from .fault import fault, swapped
 
 # The first step makes the bases and updates no matrix.
-FIRST_UPDATE = "step 1: the update of layers."
-LATER = "step 2: the update of layers."
+FIRST_UPDATE = "step 1: the weight of layers."
+LATER = "step 2: the weight of layers."
 
 
 def in_halves(dim: int) -> AbstractContextManager[None]:
@@ -102,7 +102,7 @@ def _() -> AbstractContextManager[None]:
     "soap: all experts of a rank share one preconditioner",
     "experts",
     "ep2 zero1",
-    "update of layers.",
+    "the weight of layers.",
     optimizer="soap",
 )
 def _() -> AbstractContextManager[None]:
@@ -122,7 +122,7 @@ def _() -> AbstractContextManager[None]:
     "soap: the owner preconditions a gradient that is not clipped",
     "gqa",
     "dp2",
-    FIRST_UPDATE,
+    LATER,
     optimizer="soap",
 )
 def _() -> AbstractContextManager[None]:
