@@ -497,6 +497,40 @@ def test_no_file_but_the_table_spells_a_schedule_a_dtype_or_a_backend() -> (
     )
 
 
+# Files of the package that name an optimizer and are not its own, with those of its own. A new file
+# asks the optimizer's row instead. The numbers only fall.
+OPTIMIZER_NAMED = {"muon": (7, 3), "soap": (3, 3)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMED)
+def test_optimizers_are_named_where_their_rows_are_entered(name: str) -> None:
+    own, others = list[str](), list[str]()
+    for path in sorted(SOURCE.rglob("*")):
+        if path.suffix not in (".py", ".toml", ".txt"):
+            continue
+        if name in path.read_text(encoding="utf-8").lower():
+            (own if path.stem == name else others).append(
+                str(path.relative_to(SOURCE))
+            )
+    assert (len(others), len(own)) == OPTIMIZER_NAMED[name], others
+
+
+def test_the_page_on_a_technique_lists_every_file_of_its_example() -> None:
+    page = (ROOT / "docs" / "add-a-technique.md").read_text(encoding="utf-8")
+    listed = dict(
+        re.findall(r"^\| `src/phalanx/(\S+)` \| (new|changed) ", page, re.M)
+    )
+    naming = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if "soap" in path.read_text(encoding="utf-8").lower()
+    }
+    assert listed.keys() == naming
+    changed = [name for name, how in listed.items() if how == "changed"]
+    assert {*changed} == {n for n in naming if Path(n).stem != "soap"}
+    assert len(changed) <= 8
+
+
 def test_every_class_has_a_name_of_its_own() -> None:
     places: dict[str, list[str]] = {}
     for path in _files():

@@ -167,10 +167,10 @@ def test_newton_schulz_is_counted_in_flops_and_bytes(
     each = 2 * 15 * 1024**3
     words = ["--model", "mlp", "--optimizer", "muon", "--json"]
     assert main(["cost", *words]) == 0
-    blocks = json.loads(capsys.readouterr().out)["newton_schulz"]
+    blocks = json.loads(capsys.readouterr().out)["matrix_updates"]
     assert {x["flops"] for x in blocks if x["flops"]} == {each}
     assert main(["check", "pp2", *words]) == 0
-    half = json.loads(capsys.readouterr().out)["newton_schulz"]["flops"]
+    half = json.loads(capsys.readouterr().out)["matrix_updates"]["flops"]
     assert half == mlp.layers // 2 * each
     assert main(["check", "pp2", *words[:-1]]) == 0
     assert "Newton-Schulz takes" in capsys.readouterr().out

@@ -24,7 +24,10 @@ from phalanx.train import loop, rank
 from phalanx.train.checkpoint_format import read_manifest
 from phalanx.train.data.batches import Batches
 from phalanx.train.executor import Executor
+from phalanx.train.optimizer import AdamW
 from phalanx.train.rank import Rank, batches_of
+from phalanx.train.soap import Soap
+from phalanx.verify.soap import PlainSoap
 
 PLAIN = (
     "optimizer.schedule=constant",
@@ -33,6 +36,7 @@ PLAIN = (
     "steps=4",
 )
 SGD, MUON = "optimizer.name=sgd", "optimizer.name=muon"
+SOAP = "optimizer.name=soap"
 # Each key with a value that changes the losses, and what else it needs. A key that is added to the run
 # file and not here fails `test_every_key_of_the_optimizer_is_in_the_table`.
 KEYS: dict[str, tuple[str, ...]] = {
@@ -46,6 +50,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "nesterov": (MUON, "optimizer.nesterov=false"),
     "adjust_lr": (MUON, "optimizer.adjust_lr=original"),
     "matrix_lr": (MUON, "optimizer.matrix_lr=0.1"),
+    "refresh_every": (SOAP, "optimizer.refresh_every=1"),
 }
 MOMENTUM = (MUON, "optimizer.momentum=0.7", "optimizer.weight_decay=2.0")
 # How the rate moves is held against its formulas in test_loop.py.
@@ -137,8 +142,16 @@ def _by_hand(
         {"params": moving, "weight_decay": o.weight_decay},
         {"params": still, "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.Optimizer
-    if o.name == "sgd":
+    optimizer: Any
+    if o.name == "soap":
+        others = AdamW(*o.betas, o.eps, o.weight_decay)
+        optimizer = PlainSoap(
+            Soap(o.refresh_every, others),
+            weights,
+            o.lr,
+            build_model(run.shape),
+        )
+    elif o.name == "sgd":
         optimizer = torch.optim.SGD(
             groups, lr=o.lr, momentum=o.momentum or 0.0
         )

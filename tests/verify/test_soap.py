@@ -235,7 +235,7 @@ def test_work_is_counted_by_hand() -> None:
 
 def test_check_and_profiles_know_it() -> None:
     figures = check("dp2", model="mlp", optimizer="soap").figures
-    assert figures["soap"]["flops"] > 0
+    assert figures["matrix_updates"]["flops"] > 0
     hardware = hardware_of(cluster("h100x8"))
     profile = profile_for(hardware, None, "bf16", optimizer="soap")
     assert profile.name == "phalanx-soap"

@@ -21,7 +21,6 @@ from ..layout import (
 )
 from ..layout.numbers import bytes_text, count_text, si_text
 from ..layout.optimizer_row import MatrixRow
-from ..layout.optimizers import OPTIMIZERS
 from ..plan.case import ranks_of
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import whole_servers
@@ -255,7 +254,9 @@ def _memory(
             layout, lower, request.hardware.memory
         )
     if update := request.profile.matrix_row:
-        figures[update.figure] = _owners_work(update, request, layout, pieces)
+        figures["matrix_updates"] = _owners_work(
+            update, request, layout, pieces
+        )
     return figures
 
 
@@ -293,7 +294,7 @@ def _lower_stage(request: Request, stage: LowerStage) -> dict[str, Any]:
 
 def _owners_work(
     update: MatrixRow, request: Request, layout: Layout, pieces: StagedPieces
-) -> dict[str, float]:
+) -> dict[str, object]:
     """Return FLOPs and bytes of the matrices' updates on the busiest rank of the busiest
     stage."""
     cpu = bool(request.hardware.cores)
@@ -316,7 +317,7 @@ def _owners_work(
             ]
     # Tuples compare by FLOPs first; bytes only break ties.
     flops, moved = max(stages)
-    return {"flops": flops, "moved": moved}
+    return {"title": update.title, "flops": flops, "moved": moved}
 
 
 def _held(
@@ -414,11 +415,9 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
             f"That is one microbatch of {smaller['sequences']:,} sequences a rank. With one sequence in each"
             f" microbatch, {smaller['layout']!r}, it needs {size}."
         )
-    updates = (row.matrices for row in OPTIMIZERS.values() if row.matrices)
-    for update in updates:
-        if work := figures.get(update.figure):
-            flops, moved = si_text(work["flops"]), bytes_text(work["moved"])
-            yield f"{update.title} takes {flops} FLOPs on the busiest rank, once a step, and moves {moved}."
+    if work := figures.get("matrix_updates"):
+        flops, moved = si_text(work["flops"]), bytes_text(work["moved"])
+        yield f"{work['title']} takes {flops} FLOPs on the busiest rank, once a step, and moves {moved}."
     if "fits" in figures:
         least, most, memory = (
             1e9 * size

@@ -101,7 +101,7 @@ def run(argv: list[str]) -> int:
             for numbers, found in kinds
         ],
         **(
-            {update.figure: [{"flops": f, "moved": b} for f, b in work]}
+            {"matrix_updates": [{"flops": f, "moved": b} for f, b in work]}
             if update
             else {}
         ),

@@ -41,7 +41,6 @@ MUON = OptimizerRow(
     moments=("exp_avg", "exp_avg_sq"),
     matrices=MatrixRow(
         title="Newton-Schulz",
-        figure="newton_schulz",
         matmuls=newton_schulz_matmuls,
         sharded=("momentum_buffer",),
     ),

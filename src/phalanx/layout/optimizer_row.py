@@ -56,7 +56,6 @@ class MatrixRow:
     """
 
     title: str  # in a sentence about its work
-    figure: str  # the key of its work in JSON
     matmuls: Callable[[int, int], tuple[Matmuls, ...]]
     sharded: tuple[str, ...] = ()
     owned: tuple[OwnedTensor, ...] = ()

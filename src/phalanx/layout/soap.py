@@ -49,7 +49,6 @@ SOAP = OptimizerRow(
     moments=("exp_avg", "exp_avg_sq"),
     matrices=MatrixRow(
         title="SOAP",
-        figure="soap",
         matmuls=soap_matmuls,
         # `exp_avg_sq` is that of the rotated gradient.
         owned=(

@@ -1,4 +1,4 @@
-"""The update of whole matrices: what Muon and SOAP have in common.
+"""The update of whole matrices, as far as all optimizers of matrices share it.
 
 Elements of a matrix lie on many ranks, but an update needs the whole matrix. Its owner
 collects the parts, computes the update and sends every rank its part of the result. A
