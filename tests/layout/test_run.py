@@ -252,7 +252,7 @@ def test_the_schema_names_every_key_with_its_default_and_bounds() -> None:
     assert optimizer["lr"] == {
         "type": "number", "description": "peak learning rate", "exclusiveMinimum": 0, "default": 3e-4,
     }  # fmt: skip
-    assert optimizer["name"]["enum"] == ["adamw", "sgd", "muon"]
+    assert optimizer["name"]["enum"] == ["adamw", "sgd", "muon", "soap"]
 
 
 OLD = {  # keys of earlier versions, and those of other libraries: what to write

@@ -203,9 +203,10 @@ def _optimizer(run: Run) -> Iterator[Mistake]:
         for name in row.keys
     }
     for name, owner in owners.items():
-        if name in o.row.keys or getattr(o, name) == getattr(type(o), name):
+        value = getattr(o, name)
+        if name in o.row.keys or value == getattr(type(o), name):
             continue
-        what = f"optimizer.{name} has no effect on {o.name}"
+        what = f"optimizer.{name} = {value} has no effect on {o.name}"
         yield Mistake(
             f"optimizer.{name}",
             what,
