@@ -44,7 +44,8 @@ def first_basis(moment: Tensor) -> Tensor:
         len(moment), dtype=moment.dtype, device=moment.device
     )
     every = torch.cat([reached, unit_vectors], dim=1)
-    return torch.linalg.qr(every).Q
+    found: Tensor = torch.linalg.qr(every).Q
+    return found
 
 
 def refreshed_basis(moment: Tensor, basis: Tensor) -> Tensor:
@@ -54,7 +55,8 @@ def refreshed_basis(moment: Tensor, basis: Tensor) -> Tensor:
     gradient has reached keep their basis vectors.
     """
     shift = FLOOR * moment.diagonal().mean()
-    return torch.linalg.qr(moment @ basis + shift * basis).Q
+    found: Tensor = torch.linalg.qr(moment @ basis + shift * basis).Q
+    return found
 
 
 @dataclass(frozen=True)

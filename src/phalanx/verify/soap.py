@@ -43,7 +43,7 @@ class PlainSoap(BesideAdamW):
         adam, eta = self.soap.others, lr
         for number, (_, _, w) in enumerate(self.matrices):
             g = torch.zeros_like(w) if w.grad is None else w.grad
-            w -= eta * adam.decay * w
+            w.sub_(eta * adam.decay * w)
             # The first batch makes the bases, and no update.
             if self.t == 0:
                 left = (1 - adam.beta2) * g @ g.T
@@ -63,7 +63,7 @@ class PlainSoap(BesideAdamW):
             v_hat = s.v / (1 - adam.beta2**self.t)
             n_rotated = m_hat / (v_hat**0.5 + adam.eps)
             n = s.left_basis @ n_rotated @ s.right_basis.T
-            w -= eta * n
+            w.sub_(eta * n)
             s.left = adam.beta2 * s.left + (1 - adam.beta2) * g @ g.T
             s.right = adam.beta2 * s.right + (1 - adam.beta2) * g.T @ g
             if self.t % self.soap.refresh_every == 0:
