@@ -35,6 +35,7 @@ NOT_RUN = {
     ("docs/verified.md", r"^\.venv/bin/python -c"): "several lines; it lists layouts for the next command",
     ("docs/bring-your-model.md", "--cover"): "minutes",
     ("docs/add-a-way-to-split.md", "--cover"): "minutes",
+    ("docs/add-a-technique.md", "--cover"): "minutes",
     ("docs/training.md", "# as rank 1 of 2"): "an example of ranks that were started wrongly",
     ("docs/planning.md", "machine.toml"): "measures for a minute; tests/plan/test_local.py plans on one",
     ("docs/scored.md", ""): "minutes each; benchmarks/planner_score.py runs them",
@@ -51,6 +52,7 @@ FAILS = {
 # Python that is a part of something, and does not run by itself.
 PARTS = {
     "docs/add-a-schedule.md": "quotes examples/early.py, which tests/cli/test_examples.py compares",
+    "docs/add-a-technique.md": "quotes layout/soap.py, which tests/test_house.py compares",
     "docs/bring-your-model.md": "quotes examples/stranger.py, likewise",
     "docs/clusters.md": "is for a task of Ray",
     "docs/shared-memory.md": "sketches a protocol",

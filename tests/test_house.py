@@ -529,6 +529,9 @@ def test_the_page_on_a_technique_lists_every_file_of_its_example() -> None:
     changed = [name for name, how in listed.items() if how == "changed"]
     assert {*changed} == {n for n in naming if Path(n).stem != "soap"}
     assert len(changed) <= 8
+    (quoted,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    row = SOURCE / "layout" / "soap.py"
+    assert quoted in row.read_text(encoding="utf-8")
 
 
 def test_every_class_has_a_name_of_its_own() -> None:
