@@ -6,20 +6,24 @@ from there.
 """
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import Module
 
-from .shards import Place, place_of
+from .flat_buffers import in_flat_buffer, runs_of
+from .shards import Place, local_of, place_of
 
 # Components that wrappers put into names: torch.compile, checkpointing, FSDP.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 # The attribute in which DDP, engines and strategies hold the model, at the start of a name.
 _OUTER = {"module", "_forward_module"}
 
-DEEPSPEED = "DeepSpeed keeps gradients and updates in flat buffers, which are not read yet."
+DEEPSPEED = (
+    "DeepSpeed keeps gradients and updates in flat buffers, and no parameter of a module names its part of"
+    " this one. ZeRO 1, 2 and 3 are read with a fused or a client optimizer on the device."
+)
 
 
 @dataclass
@@ -29,6 +33,13 @@ class Named:
     tensor: Tensor
     names: tuple[str, ...]
     place: Place
+    # Of a flat buffer, if the tensor is one: see `flat_buffers`.
+    run: slice | None = None
+
+    def part(self, of: Tensor) -> Tensor:
+        """This parameter's part of the tensor, or of its gradient."""
+        local = local_of(of)
+        return local if self.run is None else local.view(-1)[self.run]
 
     @property
     def unknown(self) -> bool:
@@ -55,14 +66,11 @@ def refusal(tensor: Tensor) -> str:
             "FSDP1 keeps parameters in flat buffers, which are not read yet. Record the same model with"
             " FSDP2 (fully_shard), or with DDP."
         )
-    if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
-        return DEEPSPEED
     return ""
 
 
-def roots_of(tensors: Iterable[Tensor]) -> list[Module]:
-    """The outermost modules that hold any of these parameters."""
-    wanted = {id(tensor) for tensor in tensors}
+def roots_of(wanted: Callable[[Tensor], bool]) -> list[Module]:
+    """The outermost modules that hold a wanted parameter."""
     holders = []
     inner: set[int] = set()
     for found in gc.get_objects():
@@ -72,7 +80,7 @@ def roots_of(tensors: Iterable[Tensor]) -> list[Module]:
         ):
             continue
         inner.update(id(child) for child in found.children())
-        if any(id(parameter) in wanted for parameter in found.parameters()):
+        if any(map(wanted, found.parameters())):
             holders.append(found)
     # A holder that another module has as a child is no root.
     return [module for module in holders if id(module) not in inner]
@@ -81,22 +89,43 @@ def roots_of(tensors: Iterable[Tensor]) -> list[Module]:
 def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
     """The trainable parameters of all modules that hold these, then those that no module holds."""
     tensors = list(tensors)
-    roots = roots_of(tensors)
+    own = {id(tensor) for tensor in tensors}
+    roots = roots_of(lambda x: id(x) in own or in_flat_buffer(x))
     names: dict[int, list[str]] = {}
     known: dict[int, Tensor] = {}
+    flat = []
     for name, parameter in _of_roots(roots):
+        if in_flat_buffer(parameter) and id(parameter) not in own:
+            flat.append((name, parameter))
+            continue
         known[id(parameter)] = parameter
         listed = names.setdefault(id(parameter), [])
         if name not in listed:
             listed.append(name)
+    found = list(_in_buffers(flat, tensors))
+    buffers = {id(each.tensor) for each in found}
     for index, tensor in enumerate(tensors):
-        if id(tensor) not in known:
+        if id(tensor) not in known and id(tensor) not in buffers:
             known[id(tensor)] = tensor
             names[id(tensor)] = [f"optimizer.{index}"]
-    return [
+    whole = [
         Named(tensor, tuple(names[key]), place_of(tensor))
         for key, tensor in known.items()
     ]
+    return [*whole, *found]
+
+
+def _in_buffers(
+    flat: list[tuple[str, Tensor]], buffers: list[Tensor]
+) -> Iterator[Named]:
+    """The parts of flat buffers that belong to parameters."""
+    names: dict[int, list[str]] = {}
+    known = {id(parameter): parameter for _, parameter in flat}
+    for name, parameter in flat:
+        names.setdefault(id(parameter), []).append(name)
+    for key, parameter in known.items():
+        for buffer, run, place in runs_of(parameter, buffers):
+            yield Named(buffer, tuple(names[key]), place, run)
 
 
 def _of_roots(roots: list[Module]) -> Iterator[tuple[str, Tensor]]:

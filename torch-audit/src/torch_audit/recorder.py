@@ -58,7 +58,8 @@ class Recorder:
         self._undo: list[Callable[[], object]] = []
         self._depth = 0  # of nested module calls
         self._named: list[Named] = []
-        self._index: dict[int, int] = {}  # of a name, by the parameter's id
+        # Of names, by the id of the optimizer's tensor: a flat buffer has several.
+        self._indices: dict[int, list[int]] = {}
         # Of the step to come: they are seen before its first gradient is.
         self._batches: list[BatchRecord] = []
         self._losses: list[Tensor] = []
@@ -263,7 +264,7 @@ class Recorder:
         value = (
             float(local_of(told)) if isinstance(told, Tensor) else float(told)
         )
-        indices = [self._index[id(parameter)] for parameter in parameters]
+        indices = [index for x in parameters for index in self._of(x)]
         self._record.clips.append(
             ClipRecord(indices, most, order, value, part)
         )
@@ -283,16 +284,18 @@ class Recorder:
             return  # that was the last step
         for group in groups:
             for parameter in group["params"]:
-                noted = self._record.parameters[self._index[id(parameter)]]
-                noted.stepped, noted.rate = True, float(group.get("lr", 0.0))
+                for index in self._of(parameter):
+                    noted = self._record.parameters[index]
+                    noted.stepped = True
+                    noted.rate = float(group.get("lr", 0.0))
         clipped = {
             index for clip in self._record.clips for index in clip.parameters
         }
         have = [each for each in parameters if each.grad is not None]
         # Gradients of parameters that no clip has seen, and again those that
         # one has.
-        first = [each for each in have if self._index[id(each)] not in clipped]
-        again = [each for each in have if self._index[id(each)] in clipped]
+        first = [x for x in have if not clipped.issuperset(self._of(x))]
+        again = [x for x in have if clipped.issuperset(self._of(x))]
         self._gradients(records.GRADIENT, first)
         self._gradients(records.CLIPPED, again)
 
@@ -313,11 +316,11 @@ class Recorder:
         updated = self._sketches.get(records.UPDATED, {})
         # Several optimizers share a step; a second update of the same
         # parameter begins the next.
-        if any(self._index.get(id(each)) in updated for each in parameters):
+        if any(i in updated for each in parameters for i in self._of(each)):
             self._next()
         if not self._undo:
             return
-        unnamed = [each for each in parameters if id(each) not in self._index]
+        unnamed = [x for x in parameters if id(x) not in self._indices]
         if unnamed:
             self._name(unnamed)
         self._list_parameters()
@@ -338,15 +341,21 @@ class Recorder:
 
         The parameters are kept, so their ids stay theirs.
         """
+        earlier = set(self._indices)
         for each in named_parameters(unnamed):
             reason = refusal(each.tensor)
             if each.unknown and "deepspeed" in sys.modules:
                 reason = DEEPSPEED
             if reason:
                 raise Refused(reason)
-            if id(each.tensor) not in self._index:
-                self._index[id(each.tensor)] = len(self._named)
+            if id(each.tensor) not in earlier:
+                indices = self._indices.setdefault(id(each.tensor), [])
+                indices.append(len(self._named))
                 self._named.append(each)
+
+    def _of(self, tensor: Tensor) -> list[int]:
+        """The indices of the parameters in an optimizer's tensor: one, or those of a flat buffer."""
+        return self._indices.get(id(tensor), [])
 
     def _list_parameters(self) -> None:
         """Lists the named parameters in this step's record, and sketches their weights."""
@@ -359,31 +368,34 @@ class Recorder:
                 self._record.meshes |= dict(
                     zip(names, mesh.shape, strict=True)
                 )
-        self._weights(records.WEIGHT, [each.tensor for each in fresh])
+        tensors = {id(each.tensor): each.tensor for each in fresh}
+        self._weights(records.WEIGHT, tensors.values())
 
     # ---- sketches
 
     def _weights(self, kind: str, parameters: Iterable[Tensor]) -> None:
         rows = self._sketches.setdefault(kind, {})
         for parameter in parameters:
-            index = self._index[id(parameter)]
-            place = self._named[index].place
-            rows[index] = place.sketch(local_of(parameter.detach()))
+            for index in self._of(parameter):
+                named = self._named[index]
+                weight = named.part(parameter.detach())
+                rows[index] = named.place.sketch(weight)
 
     def _gradients(self, kind: str, parameters: Iterable[Tensor]) -> None:
         rows = self._sketches.setdefault(kind, {})
         for parameter in parameters:
-            index = self._index[id(parameter)]
             gradient = parameter.grad
             assert gradient is not None
-            place = self._named[index].place
-            if isinstance(gradient, DTensor):
-                # A gradient may be replicated where its weight is sharded.
-                place = place_of(gradient)
-                noted = self._record.parameters[index]
-                noted.summand = place.summand
-                noted.gradient_cover = place.cover
-            rows[index] = place.sketch(local_of(gradient))
+            for index in self._of(parameter):
+                named = self._named[index]
+                place = named.place
+                if isinstance(gradient, DTensor):
+                    # A gradient may be replicated where its weight is sharded.
+                    place = place_of(gradient)
+                    noted = self._record.parameters[index]
+                    noted.summand = place.summand
+                    noted.gradient_cover = place.cover
+                rows[index] = place.sketch(named.part(gradient))
 
     def _write(self) -> None:
         record = self._record
