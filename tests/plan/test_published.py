@@ -492,6 +492,30 @@ def test_a_row_of_lora_trains_its_adapters_alone(tmp_path: Path) -> None:
     assert adapted.memory["optimizer"] < 0.05 * full.memory["optimizer"]
 
 
+def test_a_row_without_zero_has_that_of_its_software(tmp_path: Path) -> None:
+    said = ("", "NeMo"), ("0", "NeMo"), ("", "torchtitan"), ("", "nanotron")
+    rows = [{**GOOD, "zero": a, "framework": b} for a, b in said]
+    cases = [row.case for row in read_table(table(tmp_path / "t.csv", rows))]
+    assert [case and case.layout.zero for case in cases] == [1, 0, 3, 0]
+
+
+def test_norms_of_plain_operations_keep_a_wide_copy_and_a_narrow_result(
+    tmp_path: Path,
+) -> None:
+    software = "somebody's", "somebody's + RMS kernel"
+    row = {**GOOD, "tp": 1, "dp": 8}
+    path = table(
+        tmp_path / "t.csv", [{**row, "framework": x} for x in software]
+    )
+    plain, kernel = (
+        run.parts.values[1].cost.kept
+        for run in runs_of(read_table(path), cached_costs)[0]
+    )
+    # Two norms of 2,048 features, each with 4 + 2 bytes more; the fused software keeps
+    # nothing between gate and product either (8,192 features in 2 bytes).
+    assert plain - kernel == 4096 * (2 * 2048 * 6 + 8192 * 2)
+
+
 def test_a_microbatch_that_is_the_whole_batch_is_that_of_all_ranks(
     tmp_path: Path,
 ) -> None:

@@ -230,6 +230,23 @@ def _gated_mlp(software: Software, of: Tokens) -> float:
     return float(one_kernel) + float(profile.drops_product)
 
 
+def keeps_norm_copies(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
+    """Keep what an RMS norm of plain operations keeps, in float32 and before its weight.
+
+    Its squares and its product read a copy of the input in 4 bytes, and the product
+    with the weight reads the result in 2 (transformers' `LlamaRMSNorm`). A kernel, as
+    ours, keeps its input and one number for each token.
+    """
+    profile, shape = software.profile, of.shape
+    plain = profile.plain_norms and not profile.fused
+    if not plain or shape.norm != "rms" or software.width >= 4:
+        return work
+    copies = (4.0 + 2.0) / software.width
+    return _keeps(work, software, of, 2 * copies * shape.hidden * of.copies)
+
+
 def keeps_narrow_inputs(
     work: PieceWork, software: Software, of: Tokens
 ) -> PieceWork:
@@ -427,6 +444,7 @@ OfTokens = Callable[[PieceWork, Software, Tokens], PieceWork]
 BLOCK: Sequence[OfTokens] = (
     fuses_gated_mlp,
     keeps_rotated_values,
+    keeps_norm_copies,
     keeps_narrow_inputs,
 )
 EXPERTS: Sequence[OfTokens] = (fuses_experts, leaves_experts_alone)

@@ -87,9 +87,14 @@ class SoftwareProfile:
         0.0, "share of the step that is added if memory is nearly full"
     )
     recompute: str = key("none", "recomputation if a table does not name one")
+    zero: int = key(0, "ZeRO stage if a table does not name one", maximum=3)
     fused: bool = key(
         False,
         "norms, activations and rotary embedding are compiled or fused kernels",
+    )
+    plain_norms: bool = key(
+        False,
+        "RMS norms are plain operations with a copy of their input in float32",
     )
     fused_gate: bool = key(
         False,

@@ -415,7 +415,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
             f"x dp={dp} is not a part of {batch:g}",
         )
     zero, precision = (
-        int(_meaning(fields, "zero")),
+        int(_meaning(fields, "zero") or profile.zero),
         _meaning(fields, "precision"),
     )
     # A zb-v rank has two stages; interleaved ones as many as given.
