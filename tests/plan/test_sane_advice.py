@@ -15,10 +15,10 @@ slow = pytest.mark.slow
     ("model", "cluster", "sequence", "tokens", "most", "stages"),
     [
         # Data parallelism alone, its states sharded or not.
-        ("8b", "h100x512", 8192, "4Mi", (1, 1), {1, 2, 3}),
+        ("8b", "h100x64", 8192, "4Mi", (1, 1), {1, 2, 3}),
         ("1b", "rtx-4090x4", 2048, "512Ki", (1, 1), {0, 1, 2}),
         pytest.param("8b", "h100x8", 8192, "1Mi", (1, 1), {1, 2, 3}, marks=slow),
-        pytest.param("8b", "h100x64", 8192, "4Mi", (1, 1), {1, 2, 3}, marks=slow),
+        pytest.param("8b", "h100x512", 8192, "4Mi", (1, 1), {1, 2, 3}, marks=slow),
         # Llama 3 70B: FSDP with recomputation, or tp and pp inside a few servers.
         pytest.param("70b", "h100x64", 8192, "4Mi", (8, 8), {1, 2, 3}, marks=slow),
         # Mixtral: experts inside a server, a short pipeline over servers.
