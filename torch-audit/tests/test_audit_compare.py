@@ -154,6 +154,24 @@ def test_a_norm_that_is_not_that_of_the_gradients_is_a_fault() -> None:
     assert "told = 1.2500 x true" in found["norm"]
 
 
+def test_samples_that_come_again_are_noted_without_a_reference() -> None:
+    before = Step({0: record(rows=(1, 2, 3))})
+    for rows, expected in (
+        ((4, 5, 6), {}),
+        ((3, 4, 5), {"samples again": "1 of 3 samples were in the step"}),
+        ((4, 4, 5), {"samples": "1 of 2 samples are seen more often"}),
+    ):
+        step = Step({0: record(rows=rows)})
+        found = {
+            finding.check: finding.text
+            for finding in check_step(1, step, before)
+            if "samples" in finding.check
+        }
+        assert found.keys() == expected.keys(), rows
+        for check, text in expected.items():
+            assert found[check].startswith(text)
+
+
 def test_rounding_of_float32_is_no_difference_and_a_thousandth_in_float64_is() -> (
     None
 ):

@@ -72,7 +72,7 @@ def check_step(
     # As a step computes: the first finding is the closest to its cause.
     found = [
         *_between(number, step, before),
-        *_samples(number, step),
+        *_samples(number, step, before),
         *_finite(number, parameters),
         *_apart(number, apart),
         *_tiles(number, declared),
@@ -129,20 +129,27 @@ def _between(
         yield Finding(number, "weights", text, names=list(names), ranks=ranks)
 
 
-def _samples(number: int, step: Step) -> Iterator[Finding]:
+def _samples(
+    number: int, step: Step, before: Step | None
+) -> Iterator[Finding]:
+    """Samples of this step that are seen more often than others, or again after the step before."""
     counts = Counter(row for _, batch in step.batches() for row in batch.rows)
     times = Counter(counts.values())
-    if len(times) < 2:
+    if len(times) > 1:
+        usual = min(times)
+        often = sum(many for count, many in times.items() if count != usual)
+        text = (
+            f"{often} of {len(counts)} samples are seen more often than the others: up to"
+            f" {max(times)} times in one step"
+        )
+        yield Finding(number, "samples", text, fault=False)
+    if before is None:
         return
-    usual = min(times)
-    often = sum(many for count, many in times.items() if count != usual)
-    yield Finding(
-        number,
-        "samples",
-        f"{often} of {len(counts)} samples are seen more often than the others: up to"
-        f" {max(times)} times in one step",
-        fault=False,
-    )
+    earlier = {row for _, batch in before.batches() for row in batch.rows}
+    again = len(earlier & set(counts))
+    if again:
+        text = f"{again} of {len(counts)} samples were in the step before"
+        yield Finding(number, "samples again", text, fault=False)
 
 
 def _finite(
