@@ -94,7 +94,7 @@ SETS: dict[str, dict[str, str]] = {
     },
     "exact": over((
         "dpN", "dpN exact", "dpN zero2", "dpN zero2 exact", "dpN zero3", "dpN zero3 exact",
-        "ppN 1f1b", "ppN 1f1b exact",
+        "ppN 1f1b", "ppN 1f1b exact", "tpN", "tpN exact:4",
     ), ("shm",)),
 }  # fmt: skip  # N: --ranks
 
@@ -423,7 +423,7 @@ def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
     )
     print("|---|--:|--:|--:|")
     for name, each in rounds.items():
-        other = name.replace(" exact", "") if ordinary else base
+        other = re.sub(" exact.*", "", name) if ordinary else base
         ratios = [a / b for a, b in zip(each, rounds[other], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         wall, cpu = (statistics.median(x) * 1e3 for x in (each, worked[name]))

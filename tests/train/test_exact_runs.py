@@ -160,3 +160,18 @@ def test_losses_of_a_validation_are_added_in_the_tree(text: str) -> None:
     ranks = Layout.parse(text).ranks
     found = launch(validated, ranks, text, backend="threads")
     assert found == [IN_TREE] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_runs_of_tp_have_the_bits_of_one_process_and_change_their_tp(
+    tmp_path: Path, precision: str
+) -> None:
+    words = f"precision={precision}", "model.heads=4"
+    known = bits(tmp_path / "alone", "accum:4 exact:4", *words)
+    out = tmp_path / "changes"
+    assert bits(out, "dp2 tp2 seq zero1 accum:2 exact:4", *words) == known
+    rmtree(out / "checkpoints" / f"step-{STEPS:08}")
+    assert bits(out, "pp2 tp2 1f1b:4 exact:4", *words) == known
+    rmtree(out / "checkpoints" / f"step-{STEPS:08}")
+    assert bits(out, "tp4 accum:4 exact:4", *words) == known

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from phalanx.comm import Group
-from phalanx.layout import Layout
+from phalanx.layout import Layout, LayoutError
 from phalanx.layout.cases import SHAPES, covering, exact_layouts
 from phalanx.layout.choices import BF16, FP32
-from phalanx.parallel import Precision, build_model
+from phalanx.parallel import Precision, build_model, refuse_unfit
 from phalanx.parallel import parts as regions
 from phalanx.parallel.data import Unit
 from phalanx.verify.cases import trial_batch
@@ -120,6 +120,18 @@ def test_products_in_parts_have_the_gradients_of_plain_torch(
         apart = (found.gradients[name] - gradient).abs().max()
         # A bias of keys has no gradient at all: softmax does not see it.
         assert apart < 1e-5 * gradient.abs().max() + 1e-10
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        (replace(SIZES["gqa"], heads=6), "exact:4 does not divide heads=6"),
+        (SHAPES["mlp"], "exact:4 does not cover .* in .* yet"),
+    ],
+)
+def test_models_without_equal_parts_are_refused(shape: Any, why: str) -> None:
+    with pytest.raises(LayoutError, match=why):
+        refuse_unfit(build_model(shape), Layout.parse("exact:4"))
 
 
 # ---- differences of bits

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
-from ..layout.exact import NOT_EXPERTS, no_subtree
+from ..layout.exact import NOT_EXPERTS, no_subtree, unequal_parts
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core, ExpertProducts, LoraLinear
 from ..models.decoder import Block, Embed, Head
@@ -42,14 +42,14 @@ def refuse_unfit(model: Model, layout: Layout) -> None:
 def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
     """The layouts that compute the model correctly."""
     known: dict[
-        tuple[bool, ...], bool
+        tuple[int, ...], bool
     ] = {}  # by everything that a misfit depends on
     chosen = []
     for layout in layouts:
         # Layouts with the same key differ in sizes alone, and no misfit depends on
-        # sizes.
+        # sizes, except the number of parts in `exact`.
         cp = layout.mesh.of("cp.ring") > 1, layout.mesh.of("cp.ulysses") > 1
-        words = bool(layout.compile), layout.exact > 1
+        words = bool(layout.compile), layout.exact
         key = layout.tp > 1, layout.seq, *cp, *words
         if key not in known:
             known[key] = not misfits(model, layout) and not mixing(
@@ -106,7 +106,7 @@ def _has_experts(model: Model) -> bool:
 
 
 def _without_parts(model: Model, layout: Layout) -> Iterator[str]:
-    """Modules whose products have not been compared in parts."""
+    """Modules and sizes whose products have not been compared in parts."""
     covered = Embed, Block, Head
     for name, piece in model.pieces:
         adapters = (isinstance(m, LoraLinear) for m in piece.modules())
@@ -117,6 +117,9 @@ def _without_parts(model: Model, layout: Layout) -> Iterator[str]:
                 " products have not been compared in parts. Use exact, without tp."
             )
             return
+    if model.shape is not None:
+        for what, way_out in unequal_parts(layout, model.shape):
+            yield f"{what} {way_out}"
 
 
 def _unnamed(model: Model) -> Iterator[str]:
