@@ -423,7 +423,7 @@ def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
     )
     print("|---|--:|--:|--:|")
     for name, each in rounds.items():
-        other = re.sub(" exact.*", "", name) if ordinary else base
+        other = re.sub(" exact[^,]*", "", name) if ordinary else base
         ratios = [a / b for a, b in zip(each, rounds[other], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         wall, cpu = (statistics.median(x) * 1e3 for x in (each, worked[name]))
