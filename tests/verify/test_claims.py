@@ -8,13 +8,14 @@ from importlib import import_module
 
 import pytest
 
-from phalanx.layout import Layout
+from phalanx.layout import Layout, Shape, StagedPieces, staged_pieces
 from phalanx.parallel import build_model
 from phalanx.program import Op, Program, ops, program, schedules, state
 from phalanx.program.state import WHOLE, Change, State
 from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, claims
+from phalanx.verify import SHAPES, claims, rows, verify
 from phalanx.verify.claims import LONG, false_claim
+from phalanx.verify.rows import rows_differ
 from phalanx.verify.step_order import order_faults
 from verify.covered import covered
 
@@ -152,3 +153,40 @@ def test_receives_gathers_and_trips_to_the_host_are_named_by_their_place() -> (
         moved = plain.with_rows([row, *plain.rows[1:]])
         assert [*order_faults(layout, moved)], text
         assert [*order_faults(layout, plain)] == []
+
+
+# ---- the rows that plans read
+
+
+def _wrong(layout: Layout, shape: Shape, **changes: object) -> StagedPieces:
+    """The pieces of a shape with a wrong last row."""
+    right = staged_pieces(layout, shape)
+    head = replace(right.rows[-1], **changes)  # type: ignore[arg-type]
+    return replace(right, rows=(*right.rows[:-1], head))
+
+
+def test_rows_of_a_shape_that_are_not_its_models_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head reads the embedding's weight, and its norm is summed over tp."""
+    shape, layout = SHAPES["gpt"], Layout.parse("tp2 seq fp64")
+    model = build_model(shape)
+    assert rows_differ(layout, shape, model) == ""
+    for changes in ({"uses": (), "tied": ()}, {"partial": False}):
+
+        def planned(
+            layout: Layout, shape: Shape, changes: dict[str, object] = changes
+        ) -> StagedPieces:
+            return _wrong(layout, shape, **changes)
+
+        monkeypatch.setattr(rows, "staged_pieces", planned)
+        said = rows_differ(layout, shape, model)
+        field = next(iter({*changes} & {"tied", "partial"}))
+        assert f"'{field}'" in said
+        [verdict] = verify(shape, [layout], steps=1)
+        assert verdict.first_difference == said
+    # Fewer stages than the layout has.
+    whole = staged_pieces(Layout(), shape)
+    monkeypatch.setattr(rows, "staged_pieces", lambda *_: whole)
+    in_stages = Layout.parse("pp2 1f1b:3 fp64")
+    assert "stages" in rows_differ(in_stages, shape, model)

@@ -55,6 +55,7 @@ from .journal import LoggedStep, counted_flops, journal_faults
 from .low_precision import sums_of
 from .reference import Forward, PlainForward, Trace
 from .replay import can_be_replayed, replay, rounding_of
+from .rows import rows_differ
 from .run_data import write_documents
 from .trial import (
     TOKEN,
@@ -307,7 +308,9 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
         truth = replace(truth, replay=known)
     program = program_in(first, make, setting)
     long = long_program(first, make, setting)
-    if claim := false_claim(first, program, long):
+    # The rows of a user's own model come from its modules alone.
+    wrong_row = "" if run.own else rows_differ(first, shape_of(run), make())
+    if claim := wrong_row or false_claim(first, program, long):
         return Verdict(str(first), first.ranks, False, math.inf, claim)
     try:
         # The first start ends at STOPPED, the second resumes there.

@@ -39,7 +39,7 @@ from ..parallel import (
     refuse_unfit,
 )
 from ..parallel.low_precision import matmul_named
-from ..program import DoesNotFit, ProgramError, Recorded, Timeline
+from ..program import DoesNotFit, Program, ProgramError, Recorded, Timeline
 from ..train.precision import precision_of
 from ..train.program import with_z_loss
 from .cases import trial_batch
@@ -59,6 +59,7 @@ from .reference import (
     reference,
 )
 from .replay import can_be_replayed, replay, replay_differences, rounding_of
+from .rows import rows_differ
 from .transport import transport_fault
 from .trial import Setting, join, long_program, program_in, train_layout
 
@@ -181,6 +182,11 @@ def verify(
             known = replace(known, replay=known_replay(rounding_of(layout)))
         return setting_for(layout, setting), known
 
+    def claim(layout: Layout) -> str:
+        # A model of the user's own has no shape that says its rows.
+        return rows_differ(layout, shape, model) if plain else ""
+
+    case = _Comparison(make, terms, claim)
     # By size, so that a world of ranks is started once for each.
     by_size: dict[int, list[Layout]] = {}
     for layout in layouts:
@@ -189,7 +195,7 @@ def verify(
         yield from (known[str(x)] for x in group if str(x) in known)
         new = [x for x in group if str(x) not in known]
         for verdict in (
-            _world(size, new, worlds, make, terms, record) if new else ()
+            _world(size, new, worlds, case, record) if new else ()
         ):
             verdict = replace(verdict, against=against)
             # Written at once: a long comparison can be stopped and continued.
@@ -333,12 +339,33 @@ def _reference(model: Model, setting: Setting, **more: Any) -> Trace:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """The model, and by layout its settings with the truth, and a false claim about its
+    rows."""
+
+    make: Callable[[], Model]
+    terms: Callable[[Layout], tuple[Setting, Truth]]
+    wrong_rows: Callable[[Layout], str]
+
+    def program(
+        self, layout: Layout, setting: Setting
+    ) -> tuple[Program, str]:
+        """Return a layout's program, and the first claim about it that does not
+        hold."""
+        program = program_in(layout, self.make, setting)
+        wrong = self.wrong_rows(layout)
+        if not wrong:
+            long = long_program(layout, self.make, setting)
+            wrong = false_claim(layout, program, long)
+        return program, wrong
+
+
 def _world(
     size: int,
     layouts: list[Layout],
     worlds: Worlds,
-    make: Callable[[], Model],
-    terms: Callable[[Layout], tuple[Setting, Truth]],
+    case: _Comparison,
     record: Path | None,
 ) -> Iterator[Verdict]:
     with worlds(size) as run:
@@ -349,12 +376,9 @@ def _world(
             )
             return
         for layout in layouts:
-            setting, truth = terms(layout)
+            setting, truth = case.terms(layout)
             try:
-                program = program_in(layout, make, setting)
-                wrong = false_claim(
-                    layout, program, long_program(layout, make, setting)
-                )
+                program, wrong = case.program(layout, setting)
             # a refused program is a mistake of ours
             except ProgramError as error:
                 fits = not isinstance(error, DoesNotFit)
@@ -371,7 +395,7 @@ def _world(
                 yield Verdict(str(layout), size, False, math.inf, wrong)
                 continue
             try:
-                seen = run(train_layout, layout, program, make, setting)
+                seen = run(train_layout, layout, program, case.make, setting)
             # any error of the engine is this layout's verdict
             except Exception as error:
                 yield failed(layout, error)
