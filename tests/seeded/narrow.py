@@ -150,7 +150,14 @@ def _too_large_by_a_twentieth() -> AbstractContextManager[None]:
 # Perturbation bounds miss these faults; the replay of a layout's own roundings finds
 # them.
 TWENTIETH = "the gradient of one weight is 5 % too large"
-for where in ("dp2 zero1", "pp2 1f1b:3", "dp2 zero3 accum:2"):
+for where in (
+    "dp2 zero1",
+    "pp2 1f1b:3",
+    "dp2 zero3 accum:2",
+    "tp2",
+    "dp2 tp2 seq zero1",
+    "cp2",
+):
     fault(
         TWENTIETH,
         "gqa",

@@ -17,7 +17,13 @@ from torch import Tensor
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, Unit, build_model
 from phalanx.verify import SHAPES, Trace, compare, verify
-from phalanx.verify.replay import parts_of, replay, replay_differences
+from phalanx.verify.replay import (
+    not_replayed,
+    parts_of,
+    replay,
+    replay_differences,
+    rounding_of,
+)
 from phalanx.verify.trial import Setting
 from phalanx.verify.verify import judge, precision_named, truth_of
 from seeded import HALVES, setting_of, swapped, trained, truth, verdict_of
@@ -149,19 +155,53 @@ def test_a_bias_whose_gradient_is_rounded_once_for_each_microbatch_keeps_the_bou
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp2 zero3", "pp2 1f1b:3", "dp2 zero1 accum:2"]
+    "layout", ["dp2 zero3", "pp2 1f1b:3", "dp2 zero1 accum:2", "tp2"]
 )
-def test_a_layout_that_cuts_no_product_has_the_gradients_of_its_replay(
-    layout: str,
-) -> None:
+def test_a_layout_has_the_gradients_of_its_replay(layout: str) -> None:
     """In the first step they differ by the order of sums in float32 alone, as outputs do not."""
     where, shape = Layout.parse(layout), SHAPES["gqa"]
     setting = setting_of(shape, "bfloat16", steps=1)
     got = trained(where, shape, setting)
-    known = replay(partial(build_model, shape), setting, where)
-    found = replay_differences(got, known, setting.rate, torch.bfloat16)
+    known = replay(partial(build_model, shape), setting, rounding_of(where))
+    found = replay_differences(where, got, known, setting, {})
     assert {d.error for d in found if d.what == "output"} == {0.0}
     assert max(d.error for d in found if d.what == "gradient") < 1e-6
+
+
+# What splits the sums inside of pieces. The default suite has the families that differ most.
+SPLIT = "tp4; dp2 tp2 seq zero3; cp2"
+WITH_EXPERTS = "dp2 tp2 seq zero3; ep2 tp2 seq experts:tp"
+REPLAYED = [
+    pytest.param(name, dtype, marks=[pytest.mark.slow] * ((name, dtype) not in DEFAULT))
+    for DEFAULT in [{("odd", "float16"), ("experts", "bfloat16")}]
+    for name in SHAPES
+    if name != "mlp"
+    for dtype in HALVES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), REPLAYED)
+def test_layouts_that_split_sums_agree_with_their_replay(
+    name: str, dtype: str
+) -> None:
+    shape = SHAPES[name]
+    layouts = Layout.parse_many(WITH_EXPERTS if shape.experts else SPLIT)
+    model = build_model(shape)
+    assert not any(not_replayed(layout, model) for layout in layouts)
+    verdicts = verify(shape, layouts, dtype=dtype, steps=1)
+    assert [v for v in verdicts if not v.passed] == []
+
+
+def test_what_is_not_replayed_is_named() -> None:
+    def why(layout: str, shape: Shape) -> str:
+        return not_replayed(Layout.parse(layout), build_model(shape))
+
+    assert "router" in why("cp2", SHAPES["experts"])
+    assert "noise" in why("tp2", replace(SHAPES["gqa"], dropout=0.1))
+    assert "decoders" in why("tp2", SHAPES["mlp"])
+    assert "batch" in why("dp2", SHAPES["balanced"])
+    assert "8 bits" in why("dp2 fp8", SHAPES["gqa"])
+    assert why("dp2 zero3", SHAPES["mlp"]) == ""
 
 
 def test_the_rows_of_each_microbatch_of_each_rank() -> None:

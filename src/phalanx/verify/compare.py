@@ -17,7 +17,7 @@ EXACT = 1e-10  # largest allowed relative error in float64
 FACTOR = 2.0
 # experts with scores this close may be ranked differently by another layout
 TIE = 1e-9
-# Gradients smaller than this share of the model's largest are compared on that scale:
+# Gradients smaller than this share of the gradient norm are compared on that scale:
 # some true gradients are zero (a key's bias without rotation), and their values are
 # only rounding.
 FLOOR = 1e-6
@@ -169,9 +169,11 @@ class _Measure:
                 step, "routing", name, element, a, b, math.inf, 0.0, hint
             )
 
-    def floor(self, gradients: Iterable[Tensor]) -> float:
+    def floor(self, step: TracedStep) -> float:
         """Return the scale on which zero gradients are compared."""
-        return self.least * max(map(self._size, gradients))
+        # The norm has no counts of experts' tokens, which are a million times as
+        # large as a gradient.
+        return self.least * step.norm
 
     def _size(self, x: Tensor) -> float:
         """Return the size of a tensor: the largest value in float64, the 2-norm in
@@ -247,7 +249,7 @@ def compare(
     Without bounds the allowed relative error is 1e-10. Weights are compared at least on
     the scale of the learning rate, since Adam moves a weight by about that much in a
     step. With bounds, the distances of weights from their start are compared. `floor`
-    is the share of the largest gradient on whose scale smaller ones are compared.
+    is the share of the gradient norm on whose scale smaller gradients are compared.
     """
     measure = _Measure(got, want, rate, bounds, floor)
     # A wrong start explains every later difference, so it comes first.
@@ -348,7 +350,7 @@ def _step(measure: _Measure, number: int) -> Iterator[Difference]:
     yield from measure.number(number, "loss", got.loss, want.loss)
     # Not in a step that float16 skips: its gradients are infinite.
     if math.isfinite(want.norm):
-        floor = measure.floor(want.gradients.values())
+        floor = measure.floor(want)
         yield from measure.tensors(
             number, "gradient", got.gradients, _reversed(want.gradients), floor
         )

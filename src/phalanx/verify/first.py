@@ -35,7 +35,9 @@ _RANKS = 8  # layouts with more ranks, or more microbatches, are tried smaller
 _WIDE = 1e7  # copies with at least as many weights are tried in float32
 # Relative errors. A user's modules may compute in float32 whatever their weights are.
 _APART = 1e-3
-_FLOOR = 1e-4  # of the largest gradient: the scale for gradients that are almost zero
+_FLOOR = (
+    1e-4  # of the gradient norm: the scale for gradients that are almost zero
+)
 _SECONDS = 300.0  # time limit for a rank that waits for another
 # Whole tensors that are held at once for each weight: by one process with its record,
 # and by each rank that holds a copy of the weight.

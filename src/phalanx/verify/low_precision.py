@@ -6,14 +6,13 @@ share a scale are handled one slice after the other.
 
 Under tp and cp each rank has separate scales for its part of a sum. One process
 reproduces them by splitting the same sums at the same places: it runs attention and
-MLPs once for each tp rank, with that rank's part of the weights, and adds the results;
-the gradient of a weight is a sum over cp ranks, each with its own tokens. Only the
-places of these splits come from the engine.
+MLPs once for each tp rank (`over_ranks.py`); the gradient of a weight is a sum over cp
+ranks, each with its own tokens. Only the places of these splits come from the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,18 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..layout import Layout, Mesh
 from ..layout.choices import MATMULS, MatmulTraits
-from ..layout.rules import PARTIAL
 from ..models import IGNORED, ExpertMlps
-from ..models.attention import HeadsAttention
-from ..models.decoder import Mlp
 from ..parallel import Model
 from ..parallel.batch import DOCUMENTS, VALID, held_times, time_multiple
 from ..parallel.tensor import cut_of
+from .over_ranks import compute_over_ranks, owners
 
 # Of each format: bits of the fraction, the exponents of its least normal and of its
 # largest number, and that number.
@@ -66,7 +62,7 @@ def can_replay(model: Model, cuts: Layout) -> bool:
         return True
     whole = Layout()
     for name, block in model.pieces[1:-1]:
-        inside = {p for _, owner in _owners(block) for p in owner.parameters()}
+        inside = {p for _, owner in owners(block) for p in owner.parameters()}
         for path, parameter in block.named_parameters():
             place = f"{name}.{path}", parameter.shape
             cut = cut_of(model, cuts, *place, {}) != cut_of(
@@ -266,7 +262,7 @@ def install(
     if not word:
         return
     rounding = Rounding(MATMULS[word], cuts, generator)
-    for name, block in model.pieces[1:-1]:
+    for _, block in model.pieces[1:-1]:
         # LoRA's narrow matrices keep the compute dtype.
         loras: list[Any] = [
             m.lora for m in block.modules() if getattr(m, "lora", None)
@@ -281,157 +277,8 @@ def install(
                     module, "lora", None
                 )
                 own.forward = _forward(own, rounding, adapted)
-        for path, module in (
-            _owners(block) if cuts.tp > 1 and not generator else ()
-        ):
-            # With tp over whole experts a rank has all of an expert's sums.
-            if not (isinstance(module, ExpertMlps) and "tp" in cuts.experts):
-                _OverRanks(model, cuts, f"{name}.{path}", module)
-
-
-def _owners(block: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules that tp surrounds with forks and joins."""
-    kinds = HeadsAttention, Mlp, ExpertMlps
-    return [
-        (path, module)
-        for path, module in block.named_modules()
-        if isinstance(module, kinds)
-    ]
-
-
-class _OverRanks:
-    """A module's forward as computed by all tp ranks: each with its part of the
-    weights, results added.
-
-    What is gathered before the module and summed after it is whole on one process.
-    """
-
-    def __init__(
-        self, model: Model, cuts: Layout, prefix: str, module: Any
-    ) -> None:
-        self.module, self.plain, self.running = module, module.forward, False
-        self.rank, self.given = 0, dict[nn.Module, Sequence[Tensor]]()
-        named = {
-            **dict(module.named_parameters()),
-            **dict(module.named_buffers()),
-        }
-        # By rank, the box of its part of each weight and buffer; None for a bias that
-        # rank 0 adds.
-        self.boxes: list[dict[str, tuple[slice, ...] | None]] = []
-        for rank in range(cuts.tp):
-            boxes: dict[str, tuple[slice, ...] | None] = {}
-            for name, x in named.items():
-                cut = cut_of(
-                    model, cuts, f"{prefix}.{name}", x.shape, {"tp": rank}
-                )
-                # Slices of the global tensor that this rank holds.
-                boxes[name] = tuple(
-                    slice(side.start, side.stop) for side in cut
-                )
-                if rank and _added_once(model, cuts, prefix, name):
-                    boxes[name] = None
-            # If there are fewer units than ranks, the last ranks have only padding.
-            if all(
-                side.start < side.stop
-                for box in boxes.values()
-                for side in box or ()
-            ):
-                self.boxes.append(boxes)
-        module.forward = self
-        # OLMo 2's norms over all heads need every rank's part before any rank
-        # can go on.
-        wide = getattr(module, "q_wide_norm", None) is not None
-        self.wide = (
-            [("wq", "q_wide_norm"), ("wk", "k_wide_norm")] if wide else []
-        )
-        for child in (
-            getattr(module, name) for pair in self.wide for name in pair
-        ):
-            child.forward = partial(self._recall, child, child.forward)
-
-    def __call__(self, *args: Any) -> Tensor:
-        # Called again from inside `functional_call`: this time the module's
-        # own forward.
-        if self.running:
-            plain: Tensor = self.plain(*args)
-            return plain
-        tensors = {
-            **dict(self.module.named_parameters()),
-            **dict(self.module.named_buffers()),
-        }
-        parts = [
-            {
-                # A bias that is added once is zero on all ranks but the first.
-                name: torch.zeros_like(tensors[name])
-                if box is None
-                else tensors[name][box]
-                for name, box in boxes.items()
-            }
-            for boxes in self.boxes
-        ]
-        self.running, results = True, []
-        # Computed for all ranks beforehand, and looked up while each of them
-        # runs.
-        self.given = self._normed(parts, args[0])
-        for self.rank, part in enumerate(parts):
-            results.append(functional_call(self.module, part, args))
-        self.running, self.given = False, {}
-        # The sum that tp makes after the module.
-        return torch.stack(results).sum(0)
-
-    def _normed(
-        self, parts: Sequence[Mapping[str, Tensor]], x: Tensor
-    ) -> dict[nn.Module, Sequence[Tensor]]:
-        """Return the outputs by rank of norms over all heads and of the linears before
-        them, by module.
-
-        A rank can continue only when all have reached the norm.
-        """
-        given: dict[nn.Module, Sequence[Tensor]] = {}
-        for names in self.wide:
-            linear, norm = (getattr(self.module, name) for name in names)
-            outputs = [
-                functional_call(linear, _inside(part, names[0]), (x,))
-                for part in parts
-            ]
-            # The whole norm's weight and input, joined from all ranks.
-            weight = torch.cat([part[f"{names[1]}.weight"] for part in parts])
-            normed = functional_call(
-                norm, {"weight": weight}, (torch.cat(outputs, -1),)
-            )
-            given[linear] = outputs
-            given[norm] = torch.split(
-                normed, [y.shape[-1] for y in outputs], -1
-            )
-        return given
-
-    def _recall(
-        self, child: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor
-    ) -> Tensor:
-        return (
-            self.given[child][self.rank] if child in self.given else plain(x)
-        )
-
-
-def _inside(tensors: Mapping[str, Tensor], child: str) -> dict[str, Tensor]:
-    prefix = child + "."
-    return {
-        n.removeprefix(prefix): x
-        for n, x in tensors.items()
-        if n.startswith(prefix)
-    }
-
-
-def _added_once(model: Model, cuts: Layout, prefix: str, name: str) -> bool:
-    """True for a bias that is added once, after the sum of the ranks' results."""
-    if PARTIAL in model.rules.dims(f"{prefix}.{name}"):
-        return True
-    owner, _, kind = name.rpartition(".")
-    if kind != "bias":
-        return False
-    return (
-        "tp" in cuts.axes_of(model.rules.dims(f"{prefix}.{owner}.weight"))[-1]
-    )
+    if not generator:
+        compute_over_ranks(model, cuts)
 
 
 def _of_expert(

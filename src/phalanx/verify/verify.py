@@ -194,9 +194,7 @@ def verify(
     for size, group in sorted(by_size.items()):
         yield from (known[str(x)] for x in group if str(x) in known)
         new = [x for x in group if str(x) not in known]
-        for verdict in (
-            _world(size, new, worlds, case, record) if new else ()
-        ):
+        for verdict in _world(size, new, worlds, case, record) if new else ():
             verdict = replace(verdict, against=against)
             # Written at once: a long comparison can be stopped and continued.
             if log:
@@ -348,9 +346,7 @@ class _Comparison:
     terms: Callable[[Layout], tuple[Setting, Truth]]
     wrong_rows: Callable[[Layout], str]
 
-    def program(
-        self, layout: Layout, setting: Setting
-    ) -> tuple[Program, str]:
+    def program(self, layout: Layout, setting: Setting) -> tuple[Program, str]:
         """Return a layout's program, and the first claim about it that does not
         hold."""
         program = program_in(layout, self.make, setting)
@@ -441,10 +437,9 @@ def judge(
 ) -> Verdict:
     """Return the verdict on the trace of a layout."""
     differences = compare(got, truth.trace, setting.rate, truth.bounds)
-    if truth.replay:
-        compute = setting.precision.compute
+    if truth.replay and truth.bounds:
         differences += replay_differences(
-            got, truth.replay, setting.rate, compute
+            layout, got, truth.replay, setting, truth.bounds
         )
     unequal = [str(d) for d in differences if not d.agrees]
     # Values with too few bits are the likely cause of differences, and may be the only
