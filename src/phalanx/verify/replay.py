@@ -133,7 +133,7 @@ def replay_differences(
     divided = layout.cp > 1 or (layout.seq and layout.tp > 1)
     places = DIVIDED if divided else PLACES
     compute, rate = setting.precision.compute, setting.rate
-    bounds = bounds_in_places(known, rate, compute, places)
+    bounds = dict(bounds_in_places(known, rate, compute, places))
     vanishing = set(vanishing_gradients(known.steps[0]))
     # Their digits are only rounding, also in what they make of an update.
     bounds |= {
