@@ -42,9 +42,8 @@ def output_over_ranks(model: Model, cuts: Layout) -> None:
     on."""
     head = model.pieces[-1][1]
     if cuts.tp > 1 and isinstance(head, Head):
-        head.output.forward = _WordsOverRanks(  # type: ignore[method-assign]
-            head.output, cuts.tp
-        )
+        output: Any = head.output
+        output.forward = _WordsOverRanks(output, cuts.tp)
 
 
 def owners(block: nn.Module) -> list[tuple[str, Any]]:
