@@ -172,7 +172,7 @@ class _OverRanks:
         )
 
 
-class _Copies(torch.autograd.Function):
+class _InputCopies(torch.autograd.Function):
     """A copy for each rank. Their gradients are added once, after each is complete."""
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Copies(torch.autograd.Function):
 
 def _copies(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
     # (B, T, hidden) for each rank
-    return _Copies.apply(x, ranks)  # type: ignore[no-untyped-call,no-any-return]
+    return _InputCopies.apply(x, ranks)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _WordsOverRanks:

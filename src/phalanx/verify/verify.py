@@ -186,7 +186,7 @@ def verify(
         # A model of the user's own has no shape that says its rows.
         return rows_differ(layout, shape, model) if plain else ""
 
-    case = _Comparison(make, terms, claim)
+    case = _LayoutCases(make, terms, claim)
     # By size, so that a world of ranks is started once for each.
     by_size: dict[int, list[Layout]] = {}
     for layout in layouts:
@@ -338,7 +338,7 @@ def _reference(model: Model, setting: Setting, **more: Any) -> Trace:
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _LayoutCases:
     """The model, and by layout its settings with the truth, and a false claim about its
     rows."""
 
@@ -361,7 +361,7 @@ def _world(
     size: int,
     layouts: list[Layout],
     worlds: Worlds,
-    case: _Comparison,
+    case: _LayoutCases,
     record: Path | None,
 ) -> Iterator[Verdict]:
     with worlds(size) as run:
