@@ -449,7 +449,11 @@ class ExpertProducts(nn.Module):
         )
 
     def grouped(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """The three matmuls as grouped kernels, with run lengths on the device."""
+        """The three matmuls as grouped kernels, with run lengths on the device.
+
+        A microbatch's weight gradient is rounded to 16 bits before it is added to a
+        float32 sum: torch's grouped kernel refuses a wider output (2.13).
+        """
         # (experts): the end of each expert's rows, on the device
         offsets = counts.cumsum(0).to(torch.int32)
 
