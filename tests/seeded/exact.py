@@ -20,6 +20,7 @@ from phalanx.program import Op, ops
 from phalanx.train.executor import Executor
 from phalanx.verify import SHAPES
 from phalanx.verify.exact import verify_exact
+from phalanx.verify.optimizers import OPTIMIZERS
 
 from .fault import Fault, Patch, swapped
 from .late import used_at_once
@@ -120,7 +121,7 @@ def exact_layout(fault: Fault) -> Layout:
     Three microbatches of a rank that shares the batch with others are no subtree; it
     gets four.
     """
-    if fault.optimizer == "muon":
+    if OPTIMIZERS[fault.optimizer].whole_matrices:
         raise LayoutError(NOT_MATRICES)
     if set(fault.dtypes) == {"float16"}:
         raise LayoutError("exact does not cover float16")
