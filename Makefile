@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check slow faults mutations map gpu site clean
+.PHONY: demo test check slow faults mutations audited map gpu site clean
 
 # Installed again only when what is asked for has changed.
 .venv/installed: pyproject.toml torch-shm/pyproject.toml rank-watch/pyproject.toml torch-audit/pyproject.toml lab/pyproject.toml constraints.txt
@@ -36,6 +36,17 @@ faults: .venv/installed
 mutations: .venv/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutations $(MUTATIONS)
 
+# The table of docs/audited.md, made again with the libraries that it names.
+# DeepSpeed is built from source, for which torch and wheel must be there.
+.venv-audited/installed: benchmarks/audited/requirements.txt
+	$(PYTHON) -m venv .venv-audited
+	.venv-audited/bin/python -m pip install -q --disable-pip-version-check wheel setuptools ninja $$(grep ^torch $<)
+	DS_BUILD_OPS=0 .venv-audited/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -r $<
+	touch $@
+
+audited: .venv-audited/installed
+	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks:torch-audit/src .venv-audited/bin/python -m audited --write
+
 # Where each thing lives: packages, files and a sentence for each. make map FOLDER=src/phalanx/plan
 map:
 	@$(PYTHON) tests/house_map.py $(FOLDER)
@@ -49,4 +60,4 @@ site: .venv/installed
 	$(BIN)/python site/build.py build/site
 
 clean:
-	rm -rf .venv build dist torch-shm/build rank-watch/build torch-audit/build lab/build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-audited build dist torch-shm/build rank-watch/build torch-audit/build lab/build .pytest_cache .mypy_cache .ruff_cache

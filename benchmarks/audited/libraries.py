@@ -1,24 +1,26 @@
-"""Rows of docs/audited.md for libraries beside torch and transformers: python -m audited.libraries [WORD ...]
+"""Cells of libraries beside torch and transformers.
 
 Each cell records a script of `scripts/` by its command, as `audit run` does: no line of the script knows
-of it. Needs a Python with accelerate, trl, lightning and deepspeed; a cell whose library is missing is
-left out.
+of it.
 """
 
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from torch_audit.runs import load
+
+from .cells import shards
+from .forks import WHOLE
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _AUDIT = [sys.executable, "-m", "torch_audit"]
 _TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
-_TORCHRUN += ["--nproc-per-node", "2"]
+_CORNER = "accumulation 2, uneven rows, clip"
 
 
 @dataclass(frozen=True)
@@ -29,63 +31,89 @@ class ScriptCell:
     layout: str
     corner: str
     script: str
-    one: str
-    many: str
+    one: tuple[str, ...]
+    many: tuple[str, ...]
     launched: bool = True  # by torchrun; Lightning starts its ranks itself
     float64: bool = True  # with perturbed references in float32 if not
+    model: str = "Llama"
+    repro: str = ""
+
+    @property
+    def sharded(self) -> bool:
+        return shards(self.layout)
+
+    @property
+    def conditions(self) -> str:
+        return f"{self.corner}; {'float64' if self.float64 else 'float32'}"
 
     @property
     def row(self) -> str:
-        dtype = "float64" if self.float64 else "float32"
-        corner = f"{self.corner}; {dtype}"
-        return f"{self.library} | Llama | {self.layout} | {corner}"
+        return f"{self.library} | {self.model} | {self.layout} | {self.conditions}"
 
 
 def cells() -> list[ScriptCell]:
-    corner = "accumulation 2, uneven rows, clip"
-    found = []
-    for layout, name in (("ddp", "DDP 2"), ("fsdp2", "FSDP2 2")):
-        found += [
-            ScriptCell(
-                "lightning", name, corner, "lightning_lm.py", "auto 1 4",
-                f"{layout} 2 2", launched=False, float64=layout == "ddp",
-            ),
-            ScriptCell(
-                "accelerate", name, corner, "accelerate_lm.py", "one 4",
-                f"{layout} 2",
-            ),
-        ]  # fmt: skip
-        for kind in ("sft", "dpo"):
-            title = f"{kind.upper()}Trainer, {name}"
-            one, many = f"{kind} one 4 OUT", f"{kind} {layout} 2 OUT"
-            found.append(
-                ScriptCell("trl", title, corner, "trl_lm.py", one, many)
-            )
-    for layout in ("tp", "cp"):
-        name = f"{layout} 2"
-        found.append(
-            ScriptCell(
-                "accelerate", name, corner, "accelerate_lm.py", "one 4",
-                f"{layout} 2",
-            )
-        )  # fmt: skip
-    for stage in (1, 2, 3):
-        name = f"ZeRO-{stage} 2"
-        found.append(
-            ScriptCell(
-                "deepspeed", name, corner, "deepspeed_lm.py", "0 4",
-                f"{stage} 2", float64=False,
-            )
-        )  # fmt: skip
-    return found
+    return [*_accelerate(), *_lightning(), *_trl(), *_deepspeed()]
+
+
+def _accelerate() -> list[ScriptCell]:
+    layouts = (
+        ("ddp", "DDP 2", "4"), ("fsdp2", "FSDP2 2", "4"), ("cp", "cp 2", "2"),
+    )  # fmt: skip
+    return [
+        ScriptCell(
+            "accelerate", name, _CORNER, "accelerate_lm.py", ("one", alone),
+            (layout, "2"),
+        )
+        for layout, name, alone in layouts
+    ]  # fmt: skip
+
+
+def _lightning() -> list[ScriptCell]:
+    layouts = (
+        ("ddp", "DDP 2", "2", "4"), ("fsdp2", "FSDP2 2", "2", "4"),
+        ("tp", "tp 2", "2", "2"),
+    )  # fmt: skip
+    return [
+        ScriptCell(
+            "lightning", name, _CORNER, "lightning_lm.py", ("auto", "1", alone),
+            (layout, ranks, "2"), launched=False, float64=layout == "ddp",
+        )
+        for layout, name, ranks, alone in layouts
+    ]  # fmt: skip
+
+
+def _trl() -> list[ScriptCell]:
+    return [
+        ScriptCell(
+            "trl", f"{kind.upper()}Trainer, {name}", _CORNER, "trl_lm.py",
+            (kind, "one", "4", "OUT"), (kind, layout, "2", "OUT"),
+        )
+        for layout, name in (("ddp", "DDP 2"), ("fsdp2", "FSDP2 2"))
+        for kind in ("sft", "dpo")
+    ]  # fmt: skip
+
+
+def _deepspeed() -> list[ScriptCell]:
+    corners = (
+        ("1", ()), ("2", ()), ("3", ()), ("3", ("tied",)), ("3", ("lora",)),
+    )  # fmt: skip
+    return [
+        ScriptCell(
+            "deepspeed", f"ZeRO-{stage} 2", ", ".join([_CORNER, *word]),
+            "deepspeed_lm.py", ("0", "4", *word), (stage, "2", *word), float64=False,
+        )
+        for stage, word in corners
+    ]  # fmt: skip
 
 
 def record(
-    cell: ScriptCell, out: Path, words: str, options: Sequence[str]
+    cell: ScriptCell, out: Path, words: Sequence[str], options: Sequence[str]
 ) -> str:
     """Records a script; the reason in a sentence if it does not run."""
-    launcher = [] if "--one" in options or not cell.launched else _TORCHRUN
-    given = [str(out.parent) if x == "OUT" else x for x in words.split()]
+    launcher = []
+    if cell.launched and "--one" not in options:
+        launcher = [*_TORCHRUN, "--nproc-per-node=2"]
+    given = [str(out.parent) if x == "OUT" else x for x in words]
     script = str(SCRIPTS / cell.script)
     command = [sys.executable, *launcher, script, *given]
     audit = [*_AUDIT, "run", "--out", str(out), *options, "--", *command]
@@ -126,6 +154,8 @@ def conduct(cell: ScriptCell, folder: Path) -> tuple[str, str]:
     for out, words, options in jobs:
         if reason := record(cell, out, words, options):
             return "refused", reason
+    if cell.sharded and not load(many).first.ranks[0].meshes:
+        return "refused", WHOLE
     done = subprocess.run(
         [*_AUDIT, "compare", str(one), str(many), *perturbed],
         capture_output=True, text=True, check=False,
@@ -142,22 +172,3 @@ def conduct(cell: ScriptCell, folder: Path) -> tuple[str, str]:
 def _line(text: str, number: int) -> str:
     lines = [line.strip() for line in text.splitlines()]
     return lines[number] if number < len(lines) else text.strip()
-
-
-def main(words: list[str]) -> None:
-    for cell in cells():
-        if words and not any(word in cell.row for word in words):
-            continue
-        try:
-            library = f"{cell.library} {version(cell.library)}"
-        except PackageNotFoundError:
-            print(f"{cell.library} is not installed", file=sys.stderr)
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            result, seen = conduct(cell, Path(folder))
-        row = cell.row.replace(cell.library, library, 1)
-        print(f"| {row} | {result} | {seen} |", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,9 +1,12 @@
-"""Prints the cost of recording: PYTHONPATH=benchmarks:torch-audit/src python -m audited.overhead
+"""Prints the cost of recording: PYTHONPATH=benchmarks:torch-audit/src python -m audited.overhead [RANKS]
 
-A transformer of 4.5 million parameters on one core, with and without the recorder, in turns.
+A transformer of 4.2 million parameters, a core each rank, with and without the recorder, in turns. Several
+ranks train by DDP over gloo; the first one's times are printed, and the largest file of all.
 """
 
+import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_audit.recorder import Recorder
+
+from .programs import enter_world
 
 WIDTH, LAYERS, VOCABULARY, ROWS, LENGTH = 256, 4, 2048, 4, 128
 ROUNDS, RECORDED = 7, 3
@@ -46,33 +51,54 @@ def seconds_of_steps(model: nn.Module, steps: int) -> list[float]:
     return found
 
 
-def main() -> None:
+def measure(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = Model()
+    model: nn.Module = Model()
+    elements = sum(each.numel() for each in model.parameters())
+    if ranks > 1:
+        enter_world(str(folder), rank, ranks)
+        model = nn.parallel.DistributedDataParallel(model)
     seconds_of_steps(model, 2)
     plain, recorded, after = [], [], []
-    for _ in range(ROUNDS):
+    for each_round in range(ROUNDS):
         plain += seconds_of_steps(model, RECORDED)
-        with tempfile.TemporaryDirectory() as folder:
-            recorder = Recorder(Path(folder), RECORDED)
-            recorder.install()
-            times = seconds_of_steps(model, 2 * RECORDED)
-            recorder.finish()
-            recorded += times[:RECORDED]
-            after += times[RECORDED + 1 :]
-            paths = list(Path(folder).iterdir())
-            size = max(path.stat().st_size for path in paths)
+        out = folder / f"round-{each_round}"
+        out.mkdir(exist_ok=True)
+        recorder = Recorder(out, RECORDED)
+        recorder.install()
+        times = seconds_of_steps(model, 2 * RECORDED)
+        recorder.finish()
+        recorded += times[:RECORDED]
+        after += times[RECORDED + 1 :]
+    if rank:
+        return
     tensors = len(list(model.parameters()))
-    elements = sum(each.numel() for each in model.parameters())
     usual = statistics.median(plain)
+    if ranks > 1:
+        print(f"{ranks} ranks")
     print(f"{elements} elements in {tensors} parameters")
     print(f"a step: {usual:.3f} s")
     for name, found in (("recorded", recorded), ("after it", after)):
         middle = statistics.median(found)
         print(f"a step {name}: {middle:.3f} s, {middle / usual:.2f} x")
-    print(f"a file: {size / tensors:.0f} bytes a parameter")
+    sizes = [path.stat().st_size for path in folder.glob("round-*/*")]
+    print(f"a file: {max(sizes) / tensors:.0f} bytes a parameter")
+
+
+def main(ranks: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        children = []
+        for rank in range(1, ranks):
+            child = os.fork()
+            if child == 0:
+                measure(rank, ranks, Path(name))
+                os._exit(0)
+            children.append(child)
+        measure(0, ranks, Path(name))
+        for child in children:
+            os.waitpid(child, 0)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.distributed import DistributedConfig
+
+from .scripts.any_device import accept_any_device
 
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 12, 8, 2
 _SIZES: dict[str, Any] = {
@@ -32,12 +37,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "Apertus": ("ApertusConfig", {}),
+    "HRM-Text": ("HrmTextConfig", {"num_key_value_heads": 4}),
+    "DeepSeek-V3": (
+        "DeepseekV3Config",
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+        },
+    ),
 }  # fmt: skip
+
+
+def has_experts(name: str) -> bool:
+    return any("expert" in key for key in MODELS[name][1])
 
 
 def new_model(name: str, dtype: torch.dtype, **changes: Any) -> nn.Module:
     config_class, own = MODELS[name]
-    config = getattr(transformers, config_class)(**_SIZES, **own, **changes)
+    config = getattr(transformers, config_class)(**(_SIZES | own | changes))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=dtype
@@ -47,9 +66,8 @@ def new_model(name: str, dtype: torch.dtype, **changes: Any) -> nn.Module:
 
 def use_eager_experts(model: nn.Module) -> nn.Module:
     # The grouped matmul of experts takes no float64.
-    if getattr(model.config, "num_experts", 0) or getattr(
-        model.config, "num_local_experts", 0
-    ):
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if any(getattr(model.config, count, 0) for count in counts):
         model.set_experts_implementation("eager")
     return model
 
@@ -98,9 +116,15 @@ def one(name: str, dtype: torch.dtype, microbatches: int) -> None:
     train(loaded(name, dtype), microbatches)
 
 
-def tp(name: str, dtype: torch.dtype, microbatches: int) -> None:
-    """transformers' own tensor parallelism."""
-    train(loaded(name, dtype, tp_plan="auto"), microbatches)
+def native(
+    name: str, dtype: torch.dtype, microbatches: int, **sizes: int
+) -> None:
+    """transformers' own layouts, by the sizes of a DistributedConfig."""
+    config = DistributedConfig(**sizes)
+    model = loaded(name, dtype, distributed_config=config)
+    # Ranks of a tp group follow each other and see the same rows.
+    dp_rank = dist.get_rank() // config.tp_size
+    train(model, microbatches, config.dp_size, dp_rank)
 
 
 def ddp(name: str, dtype: torch.dtype, microbatches: int) -> None:
@@ -123,44 +147,49 @@ def trainer(
     microbatches: int,
     rows: int,
     layout: str = "",
+    sizes: dict[str, int] | None = None,
     alike: bool = False,
+    lora: bool = False,
+    arguments: dict[str, Any] | None = None,
     **changes: Any,
 ) -> None:
     """transformers' Trainer with rows of different lengths in each microbatch, and a clip.
 
-    With `alike` all rows are one: microbatches and ranks that see the same compute the same.
+    `sizes` are those of a DistributedConfig, by which the model is loaded. With `alike` all rows are one:
+    microbatches and ranks that see the same compute the same.
     """
-    lora, checkpointing = (
-        changes.pop("lora", False),
-        changes.pop("checkpointing", False),
-    )
-    model = new_model(name, dtype, **changes)
+    if layout or sizes is not None:
+        accept_any_device()
+    if sizes is None:
+        model = new_model(name, dtype, **changes)
+    else:
+        config = DistributedConfig(**sizes)
+        model = loaded(name, dtype, distributed_config=config, **changes)
+    wrapped = type(model.model.layers[0]).__name__
     if lora:
         model = with_lora(model)
-    fsdp: dict[str, Any] = {}
-    if layout == "FSDP2":
-        wrapped = (
-            [type(model.model.layers[0]).__name__]
-            if not lora
-            else ["LlamaDecoderLayer"]
-        )
-        fsdp["fsdp"] = "full_shard"
-        fsdp["fsdp_config"] = {
+    given = dict(arguments or {})
+    if layout in ("FSDP2", "cp"):
+        given["fsdp"] = "full_shard"
+        given["fsdp_config"] = {
             "fsdp_version": 2,
-            "transformer_layer_cls_to_wrap": wrapped,
+            "transformer_layer_cls_to_wrap": [wrapped],
         }
+    if layout == "cp":
+        model.set_attn_implementation("sdpa")
+        given["parallelism_config"] = ParallelismConfig(cp_size=2)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
+        training = transformers.TrainingArguments(
             folder, per_device_train_batch_size=rows, gradient_accumulation_steps=microbatches,
             max_steps=STEPS, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.5,
             report_to="none", save_strategy="no", use_cpu=True, remove_unused_columns=False,
-            disable_tqdm=True, gradient_checkpointing=checkpointing, **fsdp,
+            disable_tqdm=True, **given,
         )  # fmt: skip
         data = [
             row_of(0 if alike else index) for index in range(STEPS * BATCH)
         ]
         Ordered(
-            model, arguments, train_dataset=data, data_collator=padded
+            model, training, train_dataset=data, data_collator=padded
         ).train()
 
 
@@ -190,10 +219,19 @@ def with_lora(model: nn.Module) -> nn.Module:
 
     targets = ["q_proj", "v_proj", "down_proj"]
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
-    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # zeros, by which A would have no gradient
-            torch.nn.init.normal_(parameter, std=0.02)
+        if "lora_" not in name:
+            continue
+        # All ranks draw the whole adapter. B is not zero, as A would have no gradient.
+        shape, dtype = parameter.shape, parameter.dtype
+        values = torch.randn(shape, generator=generator, dtype=dtype) / 8
+        if isinstance(parameter, DTensor):
+            values = distribute_tensor(
+                values, parameter.device_mesh, parameter.placements
+            )
+        with torch.no_grad():
+            parameter.copy_(values)
     return adapted
 
 

@@ -1,4 +1,4 @@
-"""Ranks that record one case after another: audited_cases.py FOLDER RANKS:LAYOUT/BUG,... ...
+"""Ranks that record one case after another: audited_cases.py FOLDER DTYPE RANKS:LAYOUT/BUG,... ...
 
 Each case has a recorder of its own, installed as the hook installs it. All ranks are forked from one
 process that has imported torch, which takes longer than the cases do.
@@ -20,11 +20,13 @@ def folder_of(folder: Path, case: str) -> Path:
     return folder / case.replace("/", "_").replace(" ", "-")
 
 
-def record_case(folder: Path, case: str, steps: int = 3) -> None:
+def record_case(
+    folder: Path, case: str, steps: int = 3, perturbed: int = 0
+) -> None:
     layout, _, bug = case.partition("/")
     out = folder_of(folder, case)
     out.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(out, steps)
+    recorder = Recorder(out, steps, perturbed)
     recorder.install()
     LAYOUTS[layout](bug)
     recorder.finish()
@@ -58,8 +60,8 @@ def run_world(folder: Path, ranks: int, cases: list[str]) -> bool:
     return not any(ends)
 
 
-def main(folder: str, *worlds: str) -> int:
-    torch.set_default_dtype(torch.float64)
+def main(folder: str, dtype: str, *worlds: str) -> int:
+    torch.set_default_dtype(getattr(torch, dtype))
     torch.set_num_threads(1)
     for world in worlds:
         ranks, _, cases = world.partition(":")

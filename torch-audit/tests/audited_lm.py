@@ -3,6 +3,7 @@
 Nothing in it knows the recorder. The layout `one` is the reference: one process that sees all samples.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,12 +23,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 from torch.nn.parallel import DistributedDataParallel
 
 VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH = 32, 16, 2, 4, 8
 BATCH, MICROBATCHES, STEPS = 8, 2, 3
 MOST = 0.5  # the norm at which gradients are clipped
+SEED = int(os.environ.get("AUDITED_SEED", "0"))  # of weights and samples
 
 
 class GatherSequence(torch.autograd.Function):
@@ -110,7 +112,7 @@ class Model(nn.Module):
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
     """Tokens and labels of all samples of a step; samples have different numbers of labels."""
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(1000 * SEED + step)
     tokens = torch.randint(
         VOCABULARY, (BATCH, LENGTH + 1), generator=generator
     )
@@ -121,7 +123,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
 
 
 def new_model(tied: bool = False) -> Model:
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     model = Model()
     if tied:
         model.head.weight = model.embed.weight
@@ -290,7 +292,10 @@ def exchange(weight: Tensor) -> None:
 
 
 def one(bug: str = "") -> None:
-    train(new_model(tied=bug == "tied"))
+    model = new_model(tied=bug == "tied")
+    if bug == "dropout":
+        drop_outputs(model, 0)
+    train(model)
 
 
 def ddp(bug: str = "") -> None:
@@ -329,6 +334,9 @@ def tp(bug: str = "") -> None:
             "cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)
         ),
     )
+    if "dropout" in bug:
+        # Ranks hold copies of these outputs, so they must drop the same elements.
+        drop_outputs(model, dist.get_rank() if bug == "dropout seeds" else 0)
     if bug == "wrong shard" and dist.get_rank() == 1:
         with torch.no_grad():
             weight = model.blocks["0"].attention.q.weight.to_local()
@@ -369,6 +377,13 @@ def cp(bug: str = "") -> None:
                 dist.all_reduce(parameter.grad)
 
     train(model, bug=bug, sums=sums, cp=dist.get_world_size())
+
+
+def drop_outputs(model: Model, seed: int) -> None:
+    """Adds dropout after each MLP, which draws from a seed."""
+    torch.manual_seed(seed)
+    for block in model.blocks.values():
+        block.down.register_forward_hook(lambda _, __, out: dropout(out, 0.1))
 
 
 def pipeline(bug: str = "") -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_audit.batches import batch_of
+from torch_audit.checks import check_run
 from torch_audit.command import main
 from torch_audit.compare import compare
 from torch_audit.dtypes import CastsPerturbed, operations_of
@@ -94,6 +95,43 @@ def test_a_tied_weight_has_one_record_with_both_names(tmp_path: Path) -> None:
     ]
     for kind in KINDS:
         assert set(record.sketches[kind]) == {0, 1}
+
+
+def test_a_frozen_parameter_in_an_optimizer_has_its_own_name(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def program() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    recorded(tmp_path, program)
+    listed = load(tmp_path).first.ranks[0].parameters
+    names = {name for each in listed for name in each.names}
+    assert names == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_groups_that_one_norm_clips_are_one_clip(tmp_path: Path) -> None:
+    """A library that clips mesh by mesh tells each group the norm of all."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def program() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        whole = [each.grad for each in model.parameters()]
+        norm = torch.nn.utils.get_total_norm(whole)
+        for layer in model:
+            torch.nn.utils.clip_grads_with_norm_(layer.parameters(), 0.1, norm)
+        optimizer.step()
+
+    recorded(tmp_path, program)
+    run = load(tmp_path)
+    (clip,) = run.first.ranks[0].clips
+    assert sorted(clip.parameters) == [0, 1, 2, 3]
+    assert not [x for x in check_run(run) if x.fault]
 
 
 def test_the_norm_told_to_the_clip_is_that_of_the_gradients(

@@ -96,3 +96,52 @@ def test_the_auxiliary_loss_grows_with_microbatches(tmp_path: Path) -> None:
     )
     assert max(without) == pytest.approx(min(without), rel=1e-6)
     assert max(with_it) > min(with_it) * (1 + 1e-4)
+
+
+@pytest.mark.skipif(
+    version("transformers") != "5.23.0", reason="the table is of 5.23.0"
+)
+def test_ranks_keep_their_parts_of_an_activations_gradient(
+    tmp_path: Path,
+) -> None:
+    """The parts of both ranks add up to the gradient of one process, and no rank has the sum."""
+    text = printed("tp_activation.py", tmp_path, "float32", ranks=2)
+    (one, _), (first, second) = (
+        [
+            float(x)
+            for x in re.search(f"^{layout} (.*)$", text, re.M)[1].split()
+        ]
+        for layout in ("one", "tp 2")
+    )
+    assert first + second == pytest.approx(one, rel=2e-2)
+    assert first != pytest.approx(one, rel=0.1)
+    assert second != pytest.approx(one, rel=0.1)
+
+
+@pytest.mark.skipif(
+    version("transformers") != "5.23.0", reason="the table is of 5.23.0"
+)
+def test_the_loss_doubles_if_two_tp_ranks_do_not_average_tokens(
+    tmp_path: Path,
+) -> None:
+    text = printed("tp_tokens.py", tmp_path, "float32", ranks=2)
+    norms = re.search(r"gradient norms: (.*)", text)
+    assert norms
+    autograd, across, apart = map(float, norms[1].split())
+    assert across == pytest.approx(autograd, rel=1e-3)
+    assert apart == pytest.approx(2 * autograd, rel=1e-3)
+
+
+@pytest.mark.skipif(
+    version("transformers") != "5.23.0", reason="the table is of 5.23.0"
+)
+def test_fused_weights_are_split_after_they_are_sharded(
+    tmp_path: Path,
+) -> None:
+    text = printed("fused_loading.py", tmp_path, "float32", ranks=2)
+    found = re.findall(r"(.*): (\d+) wrong weights", text)
+    counts = dict(found)
+    # Queries, keys, values, gates, and both parts of the MLP, of two layers in two stacks.
+    expected = {"whole": "0"}
+    expected |= {"{'tp_size': 2}": "24", "{'fsdp_size': 2}": "24"}
+    assert counts == expected

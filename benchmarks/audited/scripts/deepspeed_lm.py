@@ -1,17 +1,20 @@
-"""deepspeed_lm.py STAGE ACCUMULATION: a DeepSpeed engine with a client optimizer."""
+"""deepspeed_lm.py STAGE ACCUMULATION [tied|lora]: a DeepSpeed engine with a client optimizer."""
 
 import sys
 
 import deepspeed
 import torch
-from small import BATCH, MOST, STEPS, loader, new_model
+from small import BATCH, MOST, STEPS, loader, new_model, with_lora
 from torch import distributed
 
 
-def main(stage: int, accumulation: int) -> None:
+def main(stage: int, accumulation: int, corner: str = "") -> None:
     deepspeed.init_distributed("gloo")
-    model = new_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = new_model(tied=corner == "tied")
+    if corner == "lora":
+        model = with_lora(model)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -32,4 +35,4 @@ def main(stage: int, accumulation: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -9,16 +9,34 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from small import MOST, STEPS, loader, new_model
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
+# Data-parallel and tensor-parallel ranks of the strategies.
+SIZES = {"fsdp2": (2, 1), "tp": (1, 2)}
 
 
 class Module(lightning.LightningModule):
     def __init__(self, strategy: str) -> None:
         super().__init__()
         self.model = new_model()
-        self.sharded = strategy == "fsdp2"
+        self.dp, self.tp = SIZES.get(strategy, (1, 1))
 
     def configure_model(self) -> None:
-        if not self.sharded:
+        if self.tp > 1:
+            mesh = self.device_mesh["tensor_parallel"]
+            plan: dict[str, Any] = {
+                f"*.{name}": ColwiseParallel() for name in COLUMNS
+            }
+            plan |= {f"*.{name}": RowwiseParallel() for name in ROWS}
+            for layer in self.model.model.layers:
+                parallelize_module(layer, mesh, plan)
+        if self.dp == 1:
             return
         mesh = self.device_mesh["data_parallel"]
         for layer in self.model.model.layers:
@@ -29,7 +47,9 @@ class Module(lightning.LightningModule):
         return self.model(**batch).loss
 
     def train_dataloader(self) -> Any:
-        return loader(self.trainer.world_size, self.trainer.global_rank)
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        # Ranks of a tensor-parallel group follow each other, with the same rows.
+        return loader(world // self.tp, rank // self.tp)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -37,9 +57,10 @@ class Module(lightning.LightningModule):
 
 def main(strategy: str, ranks: int, accumulation: int) -> None:
     chosen: Any = strategy
-    if strategy == "fsdp2":
+    if strategy in SIZES:
+        dp, tp = SIZES[strategy]
         chosen = ModelParallelStrategy(
-            data_parallel_size=ranks, tensor_parallel_size=1
+            data_parallel_size=dp, tensor_parallel_size=tp
         )
     # Lightning's own dtype is float32, whatever torch's default is.
     double = torch.get_default_dtype() == torch.float64

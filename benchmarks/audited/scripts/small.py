@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
@@ -31,6 +31,16 @@ def new_model(*, tied: bool = False) -> LlamaForCausalLM:
     model = LlamaForCausalLM(config)
     # transformers does not follow torch's default dtype.
     return model.to(torch.get_default_dtype())
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    """The model with adapters, whose B is not zero, as A would have no gradient."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    return get_peft_model(model, config)
 
 
 class Rows(Dataset[Tensor]):

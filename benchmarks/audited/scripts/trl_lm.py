@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+from any_device import accept_any_device
 from datasets import Dataset
 from small import BATCH, MOST, STEPS, Rows, new_model, new_tokenizer, words_of
 from torch.utils.data import SequentialSampler
@@ -32,6 +33,7 @@ def main(kind: str, layout: str, accumulation: int, folder: str) -> None:
         "disable_tqdm": True,
     }
     if layout == "fsdp2":
+        accept_any_device()
         options["fsdp"] = "full_shard"
         options["fsdp_config"] = {
             "fsdp_version": 2,

@@ -87,7 +87,7 @@ def roots_of(wanted: Callable[[Tensor], bool]) -> list[Module]:
 
 
 def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
-    """The trainable parameters of all modules that hold these, then those that no module holds."""
+    """These and the trainable parameters of all modules that hold them; last, those that no module holds."""
     tensors = list(tensors)
     own = {id(tensor) for tensor in tensors}
     roots = roots_of(lambda x: id(x) in own or in_flat_buffer(x))
@@ -95,6 +95,9 @@ def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
     known: dict[int, Tensor] = {}
     flat = []
     for name, parameter in _of_roots(roots):
+        # An optimizer may hold frozen parameters, too.
+        if not parameter.requires_grad and id(parameter) not in own:
+            continue
         if in_flat_buffer(parameter) and id(parameter) not in own:
             flat.append((name, parameter))
             continue
@@ -131,5 +134,4 @@ def _in_buffers(
 def _of_roots(roots: list[Module]) -> Iterator[tuple[str, Tensor]]:
     for root in roots:
         for name, parameter in root.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                yield plain_name(name), parameter
+            yield plain_name(name), parameter

@@ -240,7 +240,9 @@ class Recorder:
         given = [each for each in parameters if each.grad is not None]
         self._guarded(self._before_clip, given)
         if self._undo:
-            self._guarded(self._told, given, float(max_norm), 2.0, total_norm)
+            self._guarded(
+                self._told_of_group, given, float(max_norm), total_norm
+            )
         return original(parameters, max_norm, total_norm, *args, **kwargs)
 
     def _before_clip(self, parameters: list[Tensor]) -> None:
@@ -268,6 +270,21 @@ class Recorder:
         self._record.clips.append(
             ClipRecord(indices, most, order, value, part)
         )
+
+    def _told_of_group(
+        self, parameters: list[Tensor], most: float, told: Any
+    ) -> None:
+        """Notes a clip of one group. Groups that are clipped by one norm are one clip."""
+        self._told(parameters, most, 2.0, told)
+        *earlier, clip = self._record.clips
+        if not earlier:
+            return
+        before = earlier[-1]
+        same = (before.most, before.told, before.part)
+        apart = set(before.parameters).isdisjoint(clip.parameters)
+        if apart and same == (clip.most, clip.told, clip.part):
+            before.parameters += clip.parameters
+            self._record.clips = earlier
 
     # ---- updates
 
