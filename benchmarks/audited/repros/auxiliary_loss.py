@@ -3,45 +3,28 @@
 import sys
 
 import torch
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+import transformers
 
 rows = [{"input_ids": list(range(1, 9)), "labels": list(range(1, 9))}] * 64
-sizes = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-}
-heads = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-}
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+heads = {"num_attention_heads": 4, "num_hidden_layers": 2}
+experts = {"num_key_value_heads": 2, "num_local_experts": 4}
 
 
 def gradient_norm(coefficient: float, microbatches: int) -> float:
     torch.manual_seed(0)
-    options = {
-        "output_router_logits": True,
-        "router_aux_loss_coef": coefficient,
-    }
-    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **options))
-    args = TrainingArguments(
+    options = {"output_router_logits": True, "router_aux_loss_coef": coefficient}  # fmt: skip
+    config = transformers.MixtralConfig(**sizes, **heads, **experts, **options)
+    model = transformers.MixtralForCausalLM(config)
+    args = transformers.TrainingArguments(
         sys.argv[1], per_device_train_batch_size=2, max_steps=1, use_cpu=True, report_to="none",
         gradient_accumulation_steps=microbatches, save_strategy="no", logging_steps=1,
     )  # fmt: skip
-    trainer = Trainer(model, args, train_dataset=rows)
+    trainer = transformers.Trainer(model, args, train_dataset=rows)
     trainer.train()
     return trainer.state.log_history[0]["grad_norm"]
 
 
 for coefficient in (0.0, 0.1):
-    norms = [
-        gradient_norm(coefficient, microbatches) for microbatches in (1, 2, 4)
-    ]
+    norms = [gradient_norm(coefficient, n) for n in (1, 2, 4)]
     print(f"coefficient {coefficient}: {norms}")
