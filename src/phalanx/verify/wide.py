@@ -83,6 +83,7 @@ NARROW = {
     "parallel/context.py:ring_attention": "_to_copy",
     "parallel/context.py:ring_gradients": "_to_copy",
     "parallel/data.py:Unit.contribute": "mm",
+    "parallel/data.py:Unit.contribute_part": "mm",
     "parallel/data.py:Unit.gather": "_to_copy",
     "parallel/data.py:Unit.load": "copy_",
     "parallel/data.py:Unit.refresh": "copy_",
@@ -102,10 +103,16 @@ NARROW = {
         f"{_FLASH}_backward _to_copy add add_ div embedding_dense_backward gelu_backward index_add mm mul"
         " native_layer_norm_backward neg sigmoid_backward silu_backward sum tanh_backward where"
     ),
+    # sums over the parts of a product, and products of a part with a shared weight
+    "parallel/parts.py:_SpreadWeight.backward": "_to_copy",
+    "parallel/parts.py:_linear": "addmm mm",
+    "parallel/parts.py:add_in_tree": "add",
     "parallel/pieces.py:_Product.backward": "sum",
     "parallel/tensor.py:CutRMSNorm.forward": "_to_copy",
     "parallel/tensor.py:RowLinear.forward": "add",
     "parallel/tensor.py:VocabularyEmbedding.forward": "mul",
+    "parallel/tensor.py:_plus_bias": "add",
+    "comm/base.py:Group._part_in_tree": "add_",
 }
 # skipped: frames between a function and its operation
 _BETWEEN = "/parallel/recompute.py"
