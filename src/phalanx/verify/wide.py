@@ -68,7 +68,7 @@ NARROW = {
     "models/lora.py:LoraLinear.forward": "add",
     # the last product, its soft cap, and their gradients
     "models/loss.py:_logit_chunks": "div_ mm mul tanh_",
-    "models/loss.py:_send_back": "mm tanh_backward",
+    "models/loss.py:_send_back": "copy_ mm tanh_backward",
     "models/loss.py:_write_gradient": "copy_",
     "models/loss.py:soft_cap": "div mul tanh",
     "models/mlp.py:Layer.forward": "gelu",
