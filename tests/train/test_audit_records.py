@@ -114,7 +114,7 @@ def test_half_precision_is_recorded_without_its_loss_scale(
     (clip,) = one.first.ranks[0].clips
     squares = one.first.ranks[0].sketches[records.GRADIENT].values()
     total = sum(numbers[0] for numbers in squares) ** 0.5
-    assert total == pytest.approx(clip.told, rel=1e-2)
+    assert total == pytest.approx(clip.norm, rel=1e-2)
 
 
 def test_a_layout_that_leaves_out_a_sum_is_named(

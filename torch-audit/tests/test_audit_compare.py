@@ -146,12 +146,12 @@ def test_ranks_that_deviate_are_named() -> None:
 def test_a_norm_that_is_not_that_of_the_gradients_is_a_fault() -> None:
     wrong = record()
     (clip,) = wrong.clips
-    wrong.clips = [replace(clip, told=1.25 * clip.told)]
+    wrong.clips = [replace(clip, norm=1.25 * clip.norm)]
     found = {
         finding.check: finding.text
         for finding in check_step(0, Step({0: wrong}))
     }
-    assert "told = 1.2500 x true" in found["norm"]
+    assert "used = 1.2500 x true" in found["norm"]
 
 
 def test_samples_that_come_again_are_noted_without_a_reference() -> None:

@@ -151,7 +151,7 @@ def test_the_norm_told_to_the_clip_is_that_of_the_gradients(
     recorded(tmp_path, program)
     record = read(min(tmp_path.iterdir()))
     (clip,) = record.clips
-    assert clip.told == pytest.approx(norms[0])
+    assert clip.norm == pytest.approx(norms[0])
     squares = sum(rows[0] for rows in record.sketches[GRADIENT].values())
     assert squares**0.5 == pytest.approx(norms[0], rel=1e-6)
 

@@ -7,8 +7,8 @@
 
 SOURCE is a run, one of its checkpoints, or hf:FOLDER. Its tokenizer needs a chat template. Each line of
 standard input is a message; Ctrl-C ends an answer, Ctrl-D the conversation. With --layout the model is
-shared by processes of this machine, over tp and pp. A model with learned positions forgets the oldest
-messages when the conversation has grown longer than these.
+shared by processes of this machine, over tp and pp. With learned positions, the oldest messages are
+dropped once the conversation exceeds the number of positions.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Conversation:
         prompt = self.vocabulary.chat_prompt(self.messages)
         if self.longest is None:
             return prompt, self.tokens
-        # Long answers would leave no place for what was asked.
+        # Long answers would leave no room for the question.
         room = min(self.tokens, self.longest // 2)
         while len(prompt) + room > self.longest and self._forget_oldest():
             prompt = self.vocabulary.chat_prompt(self.messages)

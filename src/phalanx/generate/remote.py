@@ -56,7 +56,7 @@ class RemoteReader:
         return self._connections[0].recv()
 
     def close(self) -> None:
-        """End the ranks' service, after the request that they are at."""
+        """Stop the ranks after their current request."""
         self._requests.shutdown()
         for connection in self._connections:
             connection.close()

@@ -63,7 +63,7 @@ def uncovered(x: Layout) -> list[str]:
 
 
 def _unsplit(x: Layout) -> list[str]:
-    """Why the ranks of tp would not compute whole parts of a split product."""
+    """Explain why the parts cannot be divided among the tp ranks, or return []."""
     parts = x.exact
     if parts & (parts - 1):
         lower = 1 << parts.bit_length() - 1
@@ -119,7 +119,7 @@ def uneven_microbatches(x: Layout, batch: int) -> tuple[str, str] | None:
 
 
 def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
-    """Why a model's products have no equal parts, each with a way out."""
+    """Explain why a model's matmuls cannot have equal parts, with ways out."""
     parts = x.exact
     if parts < 2:
         return []

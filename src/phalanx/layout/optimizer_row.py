@@ -34,8 +34,8 @@ class Matmuls(NamedTuple):
 class OwnedTensor(NamedTuple):
     """A tensor that the owner of a matrix keeps for it, and no other rank does.
 
-    `sides` are two letters: `r` is a side as long as a column of the matrix has rows, `c`
-    as long as a row has columns. `rr` is a square tensor of the matrix's rows.
+    `sides` are two letters: `r` is the matrix's number of rows, `c` its number of
+    columns. `rr` is a square tensor of size rows x rows.
     """
 
     kind: str  # its name in a checkpoint

@@ -305,8 +305,8 @@ class Run:
     )
     dropout: float | None = key(
         None,
-        "share of features that training zeroes: of embeddings, heads' outputs, attention and MLP;"
-        " unset: the model's own",
+        "dropout probability of embeddings, heads' outputs, attention and MLP; unset: the"
+        " model's own",
         maximum=0.99,
     )
     seed: int = key(

@@ -185,7 +185,7 @@ def imported_sources(path: str | Path) -> dict[str, Path]:
     # Python's own.
     roots = [Path(path).absolute().parent, first.parent, *map(Path, sys.path)]
     found: dict[str, Path] = {}
-    # Packages of others, whose modules are not looked for.
+    # Third-party packages, whose modules are not searched.
     foreign: set[str] = set()
     waiting = deque([("", first)])
     # Breadth first, so that the limit leaves out the most distant modules.
@@ -217,7 +217,7 @@ def _imports_of(name: str, file: Path) -> set[str]:
         return set()  # an extension, or a file that was never run
 
 
-# By text: each rank that is a thread asks, and each layout that is tried.
+# Cached by text: every rank thread and every tried layout calls this.
 @lru_cache(MODULES)
 def _imports_in(text: bytes, package: str) -> set[str]:
     names = set()
@@ -250,7 +250,7 @@ def _source_of(name: str, roots: Sequence[Path]) -> Path | None:
     package, _, last = name.rpartition(".")
     below = os.path.join(*name.split("."))
     folders: Iterable[str] = (os.path.join(root, below) for root in roots)
-    # Below a package that is loaded there is one place, and none below a module.
+    # A loaded package has its own search path; a plain module has none.
     if (loaded := sys.modules.get(package)) is not None:
         paths = getattr(loaded, "__path__", ())
         folders = (os.path.join(path, last) for path in paths)

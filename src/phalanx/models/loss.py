@@ -42,8 +42,8 @@ class Words(NamedTuple):
     The first `width` columns of its logits are the words from `first` on, and any
     further columns are padding. `agree` all-reduces a tensor in place ("max" or "sum").
 
-    The logits may be made in `parts` of equally many words, of the `all_parts` of all
-    ranks. Then `add` sums over the parts of this rank.
+    The logits may be computed in `parts` equal slices of the vocabulary, out of
+    `all_parts` on all ranks. Then `add` sums over this rank's slices.
     """
 
     first: int = 0
@@ -339,7 +339,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """The logits of a chunk of tokens, in parts of equally many words."""
+    """The logits of a chunk of tokens, in equal slices of the vocabulary."""
 
     rows: slice
     x: Tensor  # (tokens, in)

@@ -143,8 +143,9 @@ def rotate(
         # (B, T, heads, head_dim / 2, 2) to halves
         wide = wide.reshape(*x.shape[:-1], half, 2).mT.flatten(-2)
     # Each feature times its cosine, plus its partner times the sine: (a, b) becomes
-    # (a cos - b sin, b cos + a sin), in float32 or wider. Computing each half apart has
-    # the same bits, but starts seven kernels in place of four and takes 1.3 of the time.
+    # (a cos - b sin, b cos + a sin), in float32 or wider. Computing the halves separately
+    # gives the same bits, but starts seven kernels instead of four and takes 1.3 x as
+    # long.
     # Intermediate results are overwritten, which is faster than new memory.
     turned = (wide * cos).add_(wide.roll(half, -1).mul_(sin))
     return turned.to(x.dtype)

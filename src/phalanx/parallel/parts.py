@@ -1,6 +1,6 @@
-"""Split products in equal parts, as many in every layout: tensor parallelism of `exact`.
+"""Matmuls split into a fixed number of equal parts: tensor parallelism of `exact`.
 
-Products of other shapes round differently, and so do sums in another order. So with
+Matmuls of different shapes round differently, and so do sums in another order. So with
 `exact:4` attention and an MLP run four times, each time with a quarter of their heads or
 features, whether one rank computes all four parts or each of four ranks one. The
 results, and the gradients of what the parts share, are added in the tree of
@@ -236,10 +236,10 @@ def _linear(
 
 
 class OverTime:
-    """The forward of a module between the regions, on equal parts of time.
+    """The forward of a module between the regions, on equal chunks of the sequence.
 
-    With a `group`, its other ranks have other parts. The module has the parameters
-    `keys`.
+    With a `group`, its other ranks hold the other chunks. `keys` names the module's
+    parameters.
     """
 
     def __init__(

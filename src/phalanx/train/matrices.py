@@ -1,4 +1,4 @@
-"""The update of whole matrices, as far as all optimizers of matrices share it.
+"""The update of whole matrices: the part that all such optimizers share.
 
 Elements of a matrix lie on many ranks, but an update needs the whole matrix. Its owner
 collects the parts, computes the update and sends every rank its part of the result. A
@@ -64,7 +64,7 @@ class MatrixPart(NamedTuple):
 class OwnedMatrix(NamedTuple):
     """A matrix on its owner: its name in a checkpoint, and a view of its elements.
 
-    They are what ranks contributed, and then the update.
+    The elements are first the ranks' contributions and later the update.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The table of optimizers: the class that carries each row out."""
+"""The table of optimizers: the class that implements each row."""
 
 from __future__ import annotations
 

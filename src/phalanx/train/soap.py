@@ -84,8 +84,8 @@ class Soap:
         return SoapUpdate(unit, self)
 
     def update(self, state: State, gradient: Tensor) -> Tensor:
-        """Return a matrix's update, and bring its state forward. Algorithm 3 of the
-        paper, with bias correction as AdamW has it.
+        """Return a matrix's update, and advance its state: Algorithm 3 of the
+        paper, with AdamW's bias correction.
 
         The first gradient makes the bases and no update: in its own eigenbasis it would
         be as large along every direction.

@@ -135,7 +135,7 @@ def replay_differences(
     compute, rate = setting.precision.compute, setting.rate
     bounds = dict(bounds_in_places(known, rate, compute, places))
     vanishing = set(vanishing_gradients(known.steps[0]))
-    # Their digits are only rounding, also in what they make of an update.
+    # These gradients are only rounding, and so are the updates made from them.
     bounds |= {
         key: wide[key]
         for key in bounds

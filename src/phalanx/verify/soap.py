@@ -93,7 +93,7 @@ def _gram_schmidt(vectors: list[Tensor], count: int) -> Tensor:
     """The first `count` vectors made orthonormal, as columns."""
     basis: list[Tensor] = []
     for vector in vectors[:count]:
-        # Twice, so that rounding leaves no rest of the vectors before.
+        # Twice, so that rounding leaves no component along earlier vectors.
         for _ in range(2):
             for each in basis:
                 vector = vector - (each @ vector) * each

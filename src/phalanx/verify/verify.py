@@ -339,8 +339,8 @@ def _reference(model: Model, setting: Setting, **more: Any) -> Trace:
 
 @dataclass(frozen=True)
 class _LayoutCases:
-    """The model, and by layout its settings with the truth, and a false claim about its
-    rows."""
+    """A model; for each layout its settings, the expected results, and the first
+    false claim about its rows."""
 
     make: Callable[[], Model]
     terms: Callable[[Layout], tuple[Setting, Truth]]

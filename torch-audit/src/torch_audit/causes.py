@@ -39,7 +39,7 @@ def _known(reference: Run, run: Run) -> Iterator[tuple[float, str]]:
     }
     sizes["number of ranks"] = run.world
     sizes["backward passes of a step"] = run.backwards
-    # The same count on both sides would be told twice.
+    # The same count on both sides would be reported twice.
     if reference.backwards != run.backwards:
         sizes["backward passes of the reference's step"] = reference.backwards
     for name, size in sizes.items():

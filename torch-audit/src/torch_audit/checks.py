@@ -49,7 +49,7 @@ def check_run(run: Run) -> list[Finding]:
 
 
 def first_of_each(findings: list[Finding]) -> list[Finding]:
-    """One finding of each check: a fault that stays is told once, not at every step."""
+    """One finding of each check: a fault that persists is reported once, not at every step."""
     first: dict[tuple[str, bool], Finding] = {}
     for finding in findings:
         first.setdefault((finding.check, finding.fault), finding)
@@ -247,33 +247,33 @@ def _differing(group: list[Held], kind: str, limit: float) -> float:
     return largest if largest > limit else 0.0
 
 
-def told_norms(step: Step) -> list[dict[int, float]]:
-    """The norms told, by rank, for each call in a step that clips.
+def clip_norms(step: Step) -> list[dict[int, float]]:
+    """The norms used by each clip of a step, by rank.
 
     Parts of a DTensor's norm, which the program has still to combine, are combined here.
     """
     calls = max(
         (len(record.clips) for record in step.ranks.values()), default=0
     )
-    told: list[dict[int, float]] = []
+    norms: list[dict[int, float]] = []
     for call in range(calls):
         clips = {
             r: x.clips[call]
             for r, x in step.ranks.items()
             if call < len(x.clips)
         }
-        told.append(_combined(clips))
-    return told
+        norms.append(_combined(clips))
+    return norms
 
 
 def _combined(clips: dict[int, ClipRecord]) -> dict[int, float]:
     # Ranks with an equal `part` are copies of it and count once.
     parts = {clip.part: clip for clip in clips.values() if clip.part}
     if not parts:
-        return {rank: clip.told for rank, clip in clips.items()}
+        return {rank: clip.norm for rank, clip in clips.items()}
     order = next(iter(parts.values())).order
     # A p-norm of parts: the p-th root of the sum of p-th powers.
-    total = sum(clip.told**order for clip in parts.values()) ** (1 / order)
+    total = sum(clip.norm**order for clip in parts.values()) ** (1 / order)
     return dict.fromkeys(clips, total)
 
 
@@ -282,7 +282,7 @@ def true_norms(
 ) -> list[float]:
     """The norm of all gradients that the ranks together gave to each call that clips."""
     norms = []
-    for call in range(len(told_norms(step))):
+    for call in range(len(clip_norms(step))):
         given: set[str] = set()
         for record in step.ranks.values():
             if call < len(record.clips):
@@ -308,11 +308,11 @@ def _norms(
 ) -> Iterator[Finding]:
     limit = limit_of_norm(precision_of(step, parameters))
     true = true_norms(step, names, parameters)
-    for call, told in enumerate(told_norms(step)):
-        least, most = min(told.values()), max(told.values())
+    for call, norms in enumerate(clip_norms(step)):
+        least, most = min(norms.values()), max(norms.values())
         if most - least > limit * most:
-            text = f"ranks were told different gradient norms: {least:.6g} to {most:.6g}"
-            yield Finding(number, "norm", text, ranks=sorted(told))
+            text = f"ranks clipped by different gradient norms: {least:.6g} to {most:.6g}"
+            yield Finding(number, "norm", text, ranks=sorted(norms))
             # True norms mean nothing once the ranks disagree.
             continue
         clips = [
@@ -325,8 +325,8 @@ def _norms(
         if abs(most - true[call]) > limit * max(most, true[call]):
             ratio = most / true[call] if true[call] else float("inf")
             text = (
-                f"the clip was told the norm {most:.6g}; the gradients have the norm"
-                f" {true[call]:.6g} (told = {ratio:.4f} x true)"
+                f"the clip used the norm {most:.6g}; the gradients have the norm"
+                f" {true[call]:.6g} (used = {ratio:.4f} x true)"
             )
             yield Finding(number, "norm", text)
 
@@ -345,7 +345,7 @@ def _clip(number: int, step: Step) -> Iterator[Finding]:
             continue
         clip = record.clips[0]
         # As torch computes it: max_norm / (norm + 1e-6), at most 1.
-        coefficient = min(1.0, clip.most / (clip.told + _CLIP_EPS))
+        coefficient = min(1.0, clip.most / (clip.norm + _CLIP_EPS))
         before, after = (
             record.sketches.get(kind, {}) for kind in (GRADIENT, CLIPPED)
         )

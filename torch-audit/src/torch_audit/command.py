@@ -198,10 +198,10 @@ def compare_folders(
         result = {"run": str(folder), **verdict_json(verdict, findings)}
         result["repeated"] = None if own is None else own.figures()
         results.append(result)
-        told = verdict_text(
+        text = verdict_text(
             verdict, str(folder), str(reference), repeated=own is not None
         )
-        lines.append(told)
+        lines.append(text)
         lines += [f"  {finding_text(fault)}" for fault in faults]
         code = EXIT[verdict.result]
         if own is not None:

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from .causes import likely_causes
-from .checks import parameters_apart, told_norms
+from .checks import clip_norms, parameters_apart
 from .precision import (
     MIXED,
     difference,
@@ -282,7 +282,7 @@ class _Comparison:
             self._refute(WEIGHT, different)
 
     def _loss(self) -> None:
-        """Losses differ in how libraries normalise them, so they are told, and refute nothing."""
+        """Losses differ in how libraries normalise them, so they are reported, and refute nothing."""
         theirs = [
             x
             for rank in self.pair.their_step.ranks.values()
@@ -319,8 +319,8 @@ class _Comparison:
 
     def _norm(self) -> None:
         ours, theirs = (
-            told_norms(self.pair.our_step),
-            told_norms(self.pair.their_step),
+            clip_norms(self.pair.our_step),
+            clip_norms(self.pair.their_step),
         )
         if len(ours) != len(theirs):
             self._note(
@@ -335,15 +335,15 @@ class _Comparison:
         for a, b in zip(theirs, ours, strict=True):
             expected = next(iter(a.values()))
             wrong = {
-                rank: told
-                for rank, told in b.items()
-                if abs(told - expected) > limit * expected
+                rank: norm
+                for rank, norm in b.items()
+                if abs(norm - expected) > limit * expected
             }
             if wrong:
-                told = next(iter(wrong.values()))
+                norm = next(iter(wrong.values()))
                 text = (
-                    f"the clip was told the norm {told:.6g} on {_ranks(list(wrong))}; the reference has"
-                    f" {expected:.6g} (run = {told / expected:.4f} x reference)"
+                    f"the clip used the norm {norm:.6g} on {_ranks(list(wrong))}; the reference has"
+                    f" {expected:.6g} (run = {norm / expected:.4f} x reference)"
                 )
                 self._stop(REFUTED, "norm", text)
                 return

@@ -130,7 +130,7 @@ class LiveChecks:
         self.seen = 0  # steps that were checked
         self._next = 0
         self._before: Step | None = None
-        self._told: list[Finding] = []
+        self._reported: list[Finding] = []
 
     def look(self, *, ended: bool = False) -> None:
         while self._check(ended):
@@ -156,9 +156,9 @@ class LiveChecks:
         self.seen += 1
         self.findings += found
         for finding in first_of_each(self.findings):
-            # A finding is told once, at the first step that shows it.
-            if finding not in self._told:
-                self._told.append(finding)
+            # A finding is reported once, at the first step that shows it.
+            if finding not in self._reported:
+                self._reported.append(finding)
                 self.say(f"audit: {finding_text(finding)}")
         return True
 

@@ -39,7 +39,7 @@ class Outputs:
         self._rows: _Rows | None = None  # of the call of the model under way
 
     def begin(self, root: Module, batch: Batch) -> None:
-        """A call of the model begins."""
+        """Start recording a call of the model."""
         self._rows = _Rows(batch)
         if root is not self._root:
             self._root, self._names = root, _names_of(root)

@@ -4,7 +4,7 @@ It sends no messages and changes no number, unless it is asked to perturb the we
 
 - global hooks of modules: the input of the outermost module is the batch; outputs, and their gradients;
 - `torch.autograd.backward`: the losses, and the dtypes of the operations behind them;
-- `clip_grad_norm_` and `clip_grads_with_norm_`: the gradients before the clip, and the norm told;
+- `clip_grad_norm_` and `clip_grads_with_norm_`: the gradients before the clip, and its norm;
 - global hooks of optimizers: weights and gradients before an update, weights after it.
 """
 
@@ -219,10 +219,10 @@ class Recorder:
         # The norm's order: an argument by name or position, 2 by default.
         order = float(kwargs.get("norm_type", args[0] if args else 2.0))
         self._guarded(self._before_clip, given)
-        told = original(parameters, max_norm, *args, **kwargs)
+        norm = original(parameters, max_norm, *args, **kwargs)
         if self._undo:
-            self._guarded(self._told, given, float(max_norm), order, told)
-        return told
+            self._guarded(self._note_clip, given, float(max_norm), order, norm)
+        return norm
 
     def _clip_with_norm(
         self,
@@ -241,7 +241,7 @@ class Recorder:
         self._guarded(self._before_clip, given)
         if self._undo:
             self._guarded(
-                self._told_of_group, given, float(max_norm), total_norm
+                self._note_group_clip, given, float(max_norm), total_norm
             )
         return original(parameters, max_norm, total_norm, *args, **kwargs)
 
@@ -250,39 +250,39 @@ class Recorder:
         if self._undo:
             self._gradients(records.GRADIENT, parameters)
 
-    def _told(
-        self, parameters: list[Tensor], most: float, order: float, told: Any
+    def _note_clip(
+        self, parameters: list[Tensor], most: float, order: float, norm: Any
     ) -> None:
         part = ""
-        if isinstance(told, DTensor):
-            coordinate = told.device_mesh.get_coordinate()
+        if isinstance(norm, DTensor):
+            coordinate = norm.device_mesh.get_coordinate()
             # Dimensions over which the norm is still a sum of parts.
             assert coordinate is not None
             part = ",".join(
                 f"{dim}:{coordinate[dim]}"
-                for dim, placement in enumerate(told.placements)
+                for dim, placement in enumerate(norm.placements)
                 if placement.is_partial()
             )
         value = (
-            float(local_of(told)) if isinstance(told, Tensor) else float(told)
+            float(local_of(norm)) if isinstance(norm, Tensor) else float(norm)
         )
         indices = [index for x in parameters for index in self._of(x)]
         self._record.clips.append(
             ClipRecord(indices, most, order, value, part)
         )
 
-    def _told_of_group(
-        self, parameters: list[Tensor], most: float, told: Any
+    def _note_group_clip(
+        self, parameters: list[Tensor], most: float, norm: Any
     ) -> None:
         """Notes a clip of one group. Groups that are clipped by one norm are one clip."""
-        self._told(parameters, most, 2.0, told)
+        self._note_clip(parameters, most, 2.0, norm)
         *earlier, clip = self._record.clips
         if not earlier:
             return
         before = earlier[-1]
-        same = (before.most, before.told, before.part)
+        same = (before.most, before.norm, before.part)
         apart = set(before.parameters).isdisjoint(clip.parameters)
-        if apart and same == (clip.most, clip.told, clip.part):
+        if apart and same == (clip.most, clip.norm, clip.part):
             before.parameters += clip.parameters
             self._record.clips = earlier
 

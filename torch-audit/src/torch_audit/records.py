@@ -59,7 +59,7 @@ class ClipRecord:
     parameters: list[int]
     most: float  # the largest norm allowed
     order: float  # of the norm
-    told: float  # the norm that the call returned, or this rank's part of it
+    norm: float  # the norm that the call returned, or this rank's part of it
     part: str = ""  # mesh coordinates over which the parts of other ranks are to be combined
 
 

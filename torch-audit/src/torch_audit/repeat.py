@@ -68,7 +68,7 @@ def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
             settings,
             program.command,
             one=program.one,
-            # Checks of this record have been told for the one in float64.
+            # Checks of this record have been reported for the one in float64.
             say=lambda _: None,
             directory=directory,
         )

@@ -55,8 +55,8 @@ def verdict_text(
             lines.append(f"  begins: {where_text(verdict.where)}")
         lines += [f"  likely: {cause}" for cause in verdict.causes]
         in_float64 = verdict.precision in ("float64", MIXED)
-        told = in_float64 and verdict.result != NOT_COMPARABLE
-        if told and not repeated:
+        reported = in_float64 and verdict.result != NOT_COMPARABLE
+        if reported and not repeated:
             lines.append(
                 "  These runs compute in float64. Repeat them in the dtype that you train in before you"
                 " report this: libraries take other code paths in float64. --repeat does it for runs"
@@ -136,7 +136,7 @@ def _groups(verdict: Verdict) -> list[str]:
     groups: list[tuple[str, str, list[Different]]] = []
     for factor, members in by_factor.items():
         kinds = kinds_of([each.name for each in members])
-        # Many kinds with one factor have one cause, so they are told together.
+        # Many kinds with one factor have one cause, so they are reported together.
         if factor and len(kinds) > 4:
             text = kinds_text([each.name for each in members], 3)
             groups.append(

@@ -1,4 +1,4 @@
-"""The first module whose outputs differ from the reference's, or the gradients of its outputs.
+"""The first module whose outputs, or their gradients, differ from the reference's.
 
 A parameter's gradient tells which weights are wrong. The sketches of outputs tell where the difference
 begins. Outputs are compared in the order in which the reference has computed them: those of the forward,
@@ -62,7 +62,7 @@ class Output:
         return _total([min(ranks.items())[1] for ranks in self.held.values()])
 
     def of_summands(self) -> Sums:
-        """The same if ranks with equal samples have summands, as plain tensors do not tell."""
+        """The sum if ranks with equal samples hold summands; a plain tensor does not say so."""
         each = []
         for (_, part), ranks in self.held.items():
             chosen = list(ranks.values())
