@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.cost.live import Live
+from phalanx.cost.pieces import piece_costs
 from phalanx.layout import Layout, LayoutError, Shape
 from phalanx.parallel import Precision, build_model
 from phalanx.parallel.local import build_local
@@ -222,6 +223,17 @@ def test_up_projections_of_latents_are_computed_again() -> None:
         held, 1, "recompute:selective", LATENT, backend="threads"
     )
     assert found == (4 * numbers * ROWS + 8) * LATENT.sequence
+
+
+@pytest.mark.parametrize("text", ["tp8", "tp8 seq"])
+def test_no_product_is_computed_again_if_a_rank_s_part_alone_expands(
+    text: str,
+) -> None:
+    """The rank's part of `wo` is 8 times as wide as its input, and `reduce` alone reads it."""
+    shape = replace(LLAMA, hidden=64, heads=8, kv_heads=8, head_dim=8, ffn=128)
+    layout = Layout.parse(f"{text} recompute:selective")
+    _, block, *_ = piece_costs(build_model(shape), layout, 1)
+    assert block.recompute.products == ()
 
 
 @pytest.mark.parametrize("text", ["", "pp2 zb-h1:3"])
