@@ -56,6 +56,12 @@ def test_parts_that_ranks_cannot_share_are_refused(
         ({"vocab": 40, "ffn": 22}, "divide ffn=22", "exact:2; or ffn=24"),
         ({"vocab": 40, "heads": 6}, "divide heads=6", "exact:2; or heads=8"),
         ({"vocab": 40, "qk_norm": True, "qk_norm_wide": True}, "wide", "tp"),
+        ({"vocab": 40, "lora_r": 4}, "LoRA", "Use exact, without tp"),
+        (
+            {"vocab": 40, "heads": 12, "kv_heads": 6, "hidden": 96},
+            "divide kv_heads=6",
+            "exact:2; or kv_heads=8",
+        ),
         ({"vocab": 40}, "", ""),
     ],
 )

@@ -24,7 +24,7 @@ from phalanx.plan.calibrate import fit
 from phalanx.plan.profile import FITTED, profile, profile_named
 from phalanx.plan.published import logged, runs_of
 from phalanx.plan.score import held_out, score, scored_row
-from phalanx.plan.table import _meaning, read_table
+from phalanx.plan.table import CellError, _meaning, read_table
 from phalanx.program import PieceKinds
 
 COLUMNS = """source row_id hardware gpus gpus_per_node intra_link inter_link model params layers hidden
@@ -471,6 +471,35 @@ def test_words_are_read_in_the_spellings_of_their_sources() -> None:
         for word in words:
             text, _, meaning = word.partition(" = ")
             assert _meaning({column: text}, column) == meaning, text
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        ("precision", "bf16, no fp8"),
+        ("precision", "bf16 not fp8"),
+        ("precision", "fp8 attention unsupported, bf16"),
+        ("offload", "optimizer without weights"),
+        ("offload", "optimizer + activation"),
+    ],
+)
+def test_words_that_deny_or_do_not_fit_together_have_no_meaning(
+    column: str, text: str
+) -> None:
+    with pytest.raises(CellError, match="is not known"):
+        _meaning({column: text}, column)
+
+
+def test_a_note_that_denies_lora_is_no_row_of_lora(tmp_path: Path) -> None:
+    notes = "full fine-tune, not LoRA", "LoRA, not QLoRA", "QLoRA in NF4"
+    rows = [{**GOOD, "notes": text} for text in notes]
+    full, adapted, narrow = read_table(table(tmp_path / "t.csv", rows))
+    assert full.case is not None
+    assert adapted.case is not None
+    assert full.case.shape.lora_r == 0
+    assert adapted.case.shape.lora_r == 16
+    assert narrow.case is None
+    assert "4 bits" in narrow.why
 
 
 def test_a_row_of_lora_trains_its_adapters_alone(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ order that does not depend on the layout. `program/tree.py` defines the order.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from .choices import BF16, FP16, FP32
@@ -123,16 +122,19 @@ def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
     parts = x.exact
     if parts < 2:
         return []
-    if s.kind == "mlp" or s.qk_norm_wide:
-        which = "the mlp" if s.kind == "mlp" else "qk_norm_wide"
-        what = f"exact:{parts} does not cover {which} yet: it has not been compared."
-        return [(what, "Use exact, without tp.")]
-    sizes = {"heads": s.heads, "ffn": s.ffn, "vocab": s.vocab}
-    uneven = {name: size for name, size in sizes.items() if size % parts}
-    if not uneven and s.kv_heads % parts and parts % s.kv_heads:
-        uneven = {"kv_heads": s.kv_heads}
-    most = math.gcd(*sizes.values())
-    fits = most & -most
+    uncompared = {
+        "the mlp": s.kind == "mlp",
+        "qk_norm_wide": s.qk_norm_wide,
+        "LoRA": s.lora_r,
+    }
+    for which, has_it in uncompared.items():
+        if has_it:
+            what = f"exact:{parts} does not cover {which} yet: its bits have not been compared."
+            return [(what, "Use exact, without tp.")]
+    uneven = _uneven_sizes(s, parts)
+    fits = parts
+    while fits > 1 and _uneven_sizes(s, fits):
+        fits //= 2
     way_out = f"Use exact:{fits}" if fits > 1 else "Use exact, without tp"
     return [
         (
@@ -142,3 +144,13 @@ def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
         )
         for name, size in uneven.items()
     ]
+
+
+def _uneven_sizes(s: Shape, parts: int) -> dict[str, int]:
+    """The sizes of a model that so many parts do not divide, by name."""
+    sizes = {"heads": s.heads, "ffn": s.ffn, "vocab": s.vocab}
+    uneven = {name: size for name, size in sizes.items() if size % parts}
+    # Key heads may also be repeated, if there are fewer of them than parts.
+    if not uneven and s.kv_heads % parts and parts % s.kv_heads:
+        return {"kv_heads": s.kv_heads}
+    return uneven

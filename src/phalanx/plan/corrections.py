@@ -358,7 +358,11 @@ def _with_whole_logits(
     stays, which has replaced them.
     """
     back = cost.input_gradient
-    made, into_input, *into_weight = back.products
+    # With `exact`, a rank's part of the vocabulary has parts of its own.
+    parts = max(1, software.cut.exact // software.cut.tp)
+    made = back.products[:parts]
+    into_input = back.products[parts : 2 * parts]
+    into_weight = back.products[2 * parts :]
     # Before the soft cap and after it.
     copies = 2 if shape.logit_softcap else 1
     width = copies * software.width
@@ -371,31 +375,30 @@ def _with_whole_logits(
     agreed = back.messages[:-1]
     forward = replace(
         cost.forward,
-        products=(made,),
+        products=made,
         moved=cost.forward.moved + moved,
         launches=cost.forward.launches + _LOSS_STARTS,
         messages=cost.forward.messages + agreed,
     )
     back = replace(
         back,
-        products=(into_input, *into_weight),
+        products=into_input + into_weight,
         moved=back.moved - moved,
         launches=back.launches - _LOSS_STARTS,
         messages=back.messages[len(agreed) :],
     )
     later, kept_later = cost.weight_gradient, cost.kept + logits * width
     if software.cut.splits_backward and into_weight:
-        (product,) = into_weight
-        added = ADDING * product.m * product.n
-        later = Load((product,), (), added, _WEIGHT_STARTS)
+        added = ADDING * sum(each.m * each.n for each in into_weight)
+        later = Load(into_weight, (), added, _WEIGHT_STARTS)
         back = replace(
             back,
-            products=(into_input,),
+            products=into_input,
             moved=back.moved - added,
             launches=back.launches - _WEIGHT_STARTS,
         )
-        # The two factors of the product: gradient of the logits, and the input.
-        inputs = product.k * product.n
+        # The two factors of a product: gradient of the logits, and the input.
+        inputs = into_weight[0].k * into_weight[0].n
         kept_later = software.width * (logits + inputs)
     return replace(
         cost,

@@ -169,9 +169,9 @@ class Units:
             every = self.replicas * n
             there = seconds("all_to_all", size, every, near)
             reduce = there + self.add(numbers) * (every > 1)
-            replicas = seconds(
-                "all_gather", size / part, every / part, self.far
-            )
+            # Without ZeRO all copies gather, of which the nearest are neighbours.
+            apart = self.far if self.layout.zero else near
+            replicas = seconds("all_gather", size / part, every / part, apart)
         elif not self.layout.zero:
             reduce = seconds("all_reduce", size, self.replicas * n, near)
         # HSDP: reduce-scatter inside each group of shards, then all-reduce

@@ -38,7 +38,8 @@ _WORDS = tomllib.loads(
 _COMMON = _WORDS.pop("common")
 # Words without meaning of their own: "bf16 mixed precision", "states of the optimizer
 # on CPU".
-_FILLING = frozenset(_WORDS.pop("filling")["words"])
+_FILLING = frozenset(_WORDS["filling"]["words"])
+_DENIALS = frozenset(_WORDS.pop("filling")["denials"])
 # Words by column and meaning; a word in `common` stands for all of its
 # spellings.
 _MEANINGS: dict[str, dict[str, list[str]]] = {
@@ -53,6 +54,10 @@ _MEASURED = (*_TIMES, "peak_mem_gb")
 # Columns that may say that a row trains LoRA, and columns of its rank.
 _TITLES = ("model", "row_id", "framework", "notes", "method", "task")
 _RANKS = ("lora_r", "lora_rank", "lora_dim")
+_LORA = re.compile(
+    r"\b(?P<denied>(?:no|not|non|without|vs|than)[. -]+)?(?P<bits>q?)lora\b",
+    re.IGNORECASE,
+)
 _LORA_RANK = 16  # of a row that does not give it: its matmuls hardly count
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _WHERE_TO = re.compile("->|=>|→|-to-(?=cpu|host)")  # optimizer->CPU
@@ -331,6 +336,8 @@ def _by_parts(text: str, kind: str) -> str | None:
     found: dict[str, set[str]] = {}
     parts = {part for part in re.split(r"[^a-z0-9]+", text) if part}
     parts -= _FILLING
+    if parts & _DENIALS:
+        return None
     for meaning, words in _MEANINGS[kind].items():
         bags = [bag for bag in map(_bag, words) if bag and bag <= parts]
         if bags:
@@ -539,9 +546,19 @@ def _shape(fields: Mapping[str, str]) -> Shape:
     whole = _whole_shape(fields)
     rank = _first(fields, _RANKS)
     titles = " ".join(fields.get(column, "") for column in _TITLES)
-    if not rank and re.search(r"(?i)\bq?lora\b", titles):
+    if not rank and _trains_adapters(titles):
         rank = _LORA_RANK
     return replace(whole, lora_r=rank) if rank else whole
+
+
+def _trains_adapters(titles: str) -> bool:
+    """True if a row says that it trains LoRA, and not that it does without."""
+    named = [match for match in _LORA.finditer(titles) if not match["denied"]]
+    if any(match["bits"] for match in named):
+        raise CellError(
+            "notes", titles, "has weights in 4 bits: no price is known"
+        )
+    return bool(named)
 
 
 def _whole_shape(fields: Mapping[str, str]) -> Shape:
