@@ -604,6 +604,20 @@ def test_weights_in_squares_with_one_scale_are_gathered_in_8_bits(
     assert costs[ops.AGREE_SCALES, 0] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("text", "apart"), [("dp4 tp2", 2), ("tp2 dp4", 1), ("dp4 pp2", 2)]
+)
+def test_copies_of_exact_without_zero_gather_from_their_neighbours(
+    text: str, apart: int
+) -> None:
+    hardware = hardware_of(cluster("h100x8"))
+    exact = " exact:2" if "tp" in text else " exact"
+    found = Units(Layout.parse(text + exact), hardware, BARE).of(1e6)
+    assert found.replicas == hardware.network.seconds(
+        "all_gather", 1e6 * BARE.reduce_bytes, 4, apart
+    )
+
+
 def test_a_bucket_is_the_most_of_a_piece_that_is_gathered_or_sent_at_once() -> (
     None
 ):

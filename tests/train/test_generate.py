@@ -337,6 +337,8 @@ def test_a_conversation_longer_than_the_positions_forgets_its_oldest_messages(
     conversation.add("user", "g" * 16)
     assert conversation.prompt() == ([0] * 17, 3)
     assert [m["role"] for m in conversation.messages] == ["system", "user"]
+    # Each answer has another seed.
+    assert conversation.added == 8
 
 
 @pytest.mark.parametrize("at_terminal", [True, False])

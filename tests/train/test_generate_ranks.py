@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 from hub_models import saved, theirs
 from phalanx.cli import main
 from phalanx.comm import RankFailed, World, launch
-from phalanx.generate import Generator, Sampling
+from phalanx.generate import Generator, Sampling, remote
 from phalanx.generate.remote import open_over_ranks
-from phalanx.layout import Layout
+from phalanx.layout import Layout, Shape
 from phalanx.train.text import open_generator, open_shared_generator
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -119,6 +120,35 @@ def test_a_rank_that_cannot_open_the_model_says_why(tmp_path: Path) -> None:
     ):
         pass
     assert "missing" in raised.value.refusal
+
+
+def test_an_interruption_while_the_ranks_read_their_weights_ends_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "RemoteReader", interrupt)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        open_over_ranks(open_small, 2),
+    ):
+        pass
+    assert not [
+        thread for thread in threading.enumerate() if "start" in thread.name
+    ]
+
+
+def open_small(world: World) -> Generator:
+    model = Shape.load("mlp")
+    return Generator(None, model)  # type: ignore[arg-type]
+
+
+def test_a_long_name_of_the_temporary_folder_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with open_over_ranks(open_small, 2) as generator:
+        assert generator.shape == Shape.load("mlp")
 
 
 def test_a_killed_rank_ends_the_answer(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def _answer(
     from ..train.text import continued
 
     prompt, count = conversation.prompt()
-    sampling = sampling_of(args, len(conversation.messages))
+    sampling = sampling_of(args, conversation.added)
     answer = ""
     try:
         for piece in continued(
@@ -124,9 +124,11 @@ class Conversation:
         self.vocabulary, self.longest = vocabulary, longest
         self.tokens = tokens  # maximum length of an answer
         self.messages: list[dict[str, str]] = []
+        self.added = 0  # messages, with those that were dropped
         self.forgot = False
 
     def add(self, role: str, content: str) -> None:
+        self.added += 1
         self.messages.append({"role": role, "content": content})
 
     def prompt(self) -> tuple[list[int], int]:

@@ -24,6 +24,8 @@ from ..comm import World, launch
 from ..layout import Shape
 from .generator import Generator
 
+GRACE = 10.0  # seconds in which ranks may end by themselves
+LONGEST = 70  # bytes of the name of a folder for sockets
 # Opens a rank's part of a model.
 Open = Callable[..., Generator]
 
@@ -56,10 +58,8 @@ class RemoteReader:
         return self._connections[0].recv()
 
     def close(self) -> None:
-        """Stop the ranks after their current request."""
+        """Wait for the end of the current request."""
         self._requests.shutdown()
-        for connection in self._connections:
-            connection.close()
 
 
 @contextlib.contextmanager
@@ -72,6 +72,7 @@ def open_over_ranks(
     """
     key = secrets.token_bytes(16)
     failed: list[BaseException] = []
+    connections: list[Connection] = []
 
     def start(address: str) -> None:
         try:
@@ -82,15 +83,19 @@ def open_over_ranks(
         with contextlib.suppress(OSError):
             Client(address, "AF_UNIX").close()
 
-    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="phalanx-", dir=_place()
+    ) as folder:
         address = str(Path(folder) / "socket")
-        starting = Thread(target=start, args=[address])
+        # Ctrl-C while a rank reads its weights does not wait for their end.
+        starting = Thread(target=start, args=[address], daemon=True)
         try:
             with Listener(
                 address, "AF_UNIX", backlog=ranks + 1, authkey=key
             ) as listener:
                 starting.start()
-                reader = RemoteReader(_accepted(listener, ranks))
+                _accept(listener, ranks, connections)
+                reader = RemoteReader(connections)
                 with contextlib.closing(reader):
                     yield Generator(reader, reader.shape)
         # The end of a rank closes its connection; its own error says why.
@@ -98,16 +103,28 @@ def open_over_ranks(
             starting.join()
             raise failed[0] if failed else lost from None
         finally:
-            starting.join()
+            # Ends the service of the ranks.
+            for connection in connections:
+                connection.close()
+            if starting.ident is not None:
+                starting.join(GRACE)
 
 
-def _accepted(listener: Listener, ranks: int) -> list[Connection]:
-    """The connections of all ranks, in their order."""
-    found: dict[int, Connection] = {}
-    while len(found) < ranks:
+def _place() -> str | None:
+    """A folder whose name leaves room: a socket's path has at most 107 bytes."""
+    return None if len(tempfile.gettempdir()) < LONGEST else "/tmp"
+
+
+def _accept(
+    listener: Listener, ranks: int, connections: list[Connection]
+) -> None:
+    """Add the connections of all ranks, in their order."""
+    numbers: dict[Connection, int] = {}
+    while len(connections) < ranks:
         connection: Any = listener.accept()
-        found[connection.recv()] = connection
-    return [found[rank] for rank in range(ranks)]
+        connections.append(connection)
+        numbers[connection] = connection.recv()
+    connections.sort(key=numbers.__getitem__)
 
 
 def _serve(
