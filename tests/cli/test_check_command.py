@@ -112,7 +112,7 @@ def test_a_layout_that_is_legal_may_not_fit_in_a_device(
     assert "fit" not in told
     assert main([*asked, "--device", "h100"]) == 0
     assert (
-        "It fits on h100-sxmx16, which has 85.9 GB: 48.6 to "
+        "It fits on h100-sxmx16, which has 85.9 GB: 48.7 to "
         in capsys.readouterr().out
     )
     assert main([*asked, "--device", "rtx-4090"]) == 1

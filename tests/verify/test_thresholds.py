@@ -74,7 +74,6 @@ ELSEWHERE = {
     "parallel/own_module.py _SEQUENCE": "a length where nobody says one",
     "parallel/own_module.py _TOKENS": "a trial before the first step",
     "parallel/probe.py _PLAIN": "a trial before the first step",
-    "parallel/recompute.py _EXPANDS": "what is computed again: tests/parallel/test_selective.py",
     "parallel/transformers_apart.py _RUN": "a trial before the first step",
     "comm/agree.py MOST": "lines of an error",
     "comm/agree.py LONGEST": "characters of an error",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .expansion import expand
 from .kernels import HALVES, attention
 from .noise import Dropout
 from .norm import RMSNorm, norm_of
@@ -271,7 +272,7 @@ class LatentAttention(HeadsAttention):
         kv_head = (-1, plain + self.value_dim)
         # queries: (B, T, q_latent or hidden)
         queries = x if self.wq_a is None else self.q_a_norm(self.wq_a(x))
-        q = self.wq_b(queries) if self.wq is None else self.wq(x)
+        q = expand(self.wq_b, queries) if self.wq is None else self.wq(x)
         q = q.view(*x.shape[:-1], *q_head)  # (B, T, heads, head_dim)
         # k_turned is one key for all heads; the norm covers the latent vector alone.
         # (B, T, kv_latent), (B, T, rope_dim)
@@ -279,7 +280,8 @@ class LatentAttention(HeadsAttention):
             self.wkv_a(x), [self.kv_latent, self.rope_dim], -1
         )
         # both: (B, T, heads, plain + value_dim)
-        both = self.wkv_b(self.kv_a_norm(latent)).unflatten(-1, kv_head)
+        both = expand(self.wkv_b, self.kv_a_norm(latent))
+        both = both.view(*both.shape[:-1], *kv_head)
         # (B, T, heads, plain), (B, T, heads, value_dim)
         k, v = torch.split(both, [plain, self.value_dim], -1)
         # (B, T, heads, plain), (B, T, heads, rope_dim)

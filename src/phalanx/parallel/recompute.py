@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ..comm import regions
 from ..layout import LayoutError
+from ..models.expansion import is_expanding
 from . import context as _registers_the_ring  # noqa: F401
 from .pool import storage_of
 
@@ -45,10 +46,6 @@ _ATTENTION = {
     torch.ops.phalanx.ring.default,
 }
 _COSTLY = _PRODUCTS | _ATTENTION | {_region}
-# A matmul whose output is so many times as wide as its input costs little for each byte
-# that it makes: up-projections of latent attention, and factors of adapters. DeepSeek-V3
-# (2024, section 3.2.3) computes its up-projections again.
-_EXPANDS = 8
 # Operations that read no values in backward. A block ends in sums, views and dropout: a
 # scaling, and a selection that saves its mask.
 _ASK_NOTHING = {
@@ -58,31 +55,18 @@ _ASK_NOTHING = {
 
 def is_kept(func: Any, args: Sequence[Any]) -> bool:
     """True if an operation's output is kept, rather than computed or gathered again."""
-    return _is_listed(func, args) and not _expands(func, args)
-
-
-def _is_listed(func: Any, args: Sequence[Any]) -> bool:
-    """True if an operation's output is listed for the second run."""
+    if func in _PRODUCTS and is_expanding():
+        return False
     return func in _COSTLY and not (
         func is _region and args[1] == "gather_sum"
     )
 
 
-def _expands(func: Any, args: Sequence[Any]) -> bool:
-    """True for a matmul whose output is computed again if its values are read."""
-    if func is not _aten.mm.default:
-        return False
-    _, weight = args
-    narrow, wide = weight.shape
-    return bool(wide >= _EXPANDS * narrow)
-
-
 class _Output(NamedTuple):
-    """The output of one costly operation. A value of None is computed again."""
+    """The output of one costly operation."""
 
     op: Any
     value: Any
-    expands: bool = False
 
     def forgotten(self) -> _Output:
         """The output reduced to its shape."""
@@ -114,25 +98,15 @@ class _Keeping(TorchDispatchMode):
             self._join(args[0], args[1])
         elif _asks(func, args, out):
             self.used = len(self.kept)
-        if _is_listed(func, args):
-            self._drop_expanded()
+        if is_kept(func, args):
             # Without its graph, which holds the tensors that are kept.
-            value = tree_map_only(Tensor, Tensor.detach, out)
-            self.kept.append(_Output(func, value, _expands(func, args)))
+            self.kept.append(
+                _Output(func, tree_map_only(Tensor, Tensor.detach, out))
+            )
         # Its backward reads its own output too.
         if func in _ATTENTION:
             self.used = len(self.kept)
         return out
-
-    def _drop_expanded(self) -> None:
-        """Drop the latest output if it is computed again.
-
-        It was held until here, because of a sum over tp only its shape is kept: the
-        rank's part of a matmul may expand where the whole does not.
-        """
-        last = self.kept[-1] if self.kept else None
-        if last and last.expands and isinstance(last.value, Tensor):
-            self.kept[-1] = last._replace(value=None)
 
     def _join(self, x: Tensor, kind: str) -> None:
         """Keep only a partial sum's shape if just a region reads it."""
@@ -152,7 +126,7 @@ class _Keeping(TorchDispatchMode):
     def _refuse(self, written: Any) -> None:
         """Refuse an in-place write to a kept value."""
         storages = set(_storages(written))
-        for op, value, _ in self.kept:
+        for op, value in self.kept:
             if not storages.isdisjoint(_storages(value)):
                 raise LayoutError(
                     f"recompute:selective keeps the output of {op}, and the model writes into it in place.\n"
@@ -163,7 +137,6 @@ class _Keeping(TorchDispatchMode):
         # Nothing has read these outputs, so their shapes are enough.
         for number in range(self.used, len(self.kept)):
             self.kept[number] = self.kept[number].forgotten()
-        self._drop_expanded()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
@@ -177,15 +150,13 @@ class _Giving(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not _is_listed(func, args):
+        if not is_kept(func, args):
             return func(*args, **(kwargs or {}))
         # First in, first out: the second run makes the same calls in the same order.
-        op, value, _ = self.kept.popleft()
+        op, value = self.kept.popleft()
         assert op is func, (
             f"a forward ran {op}, but its recomputation ran {func}"
         )
-        if value is None:
-            return func(*args, **(kwargs or {}))
         return value() if isinstance(value, partial) else value
 
 
