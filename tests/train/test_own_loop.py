@@ -242,11 +242,11 @@ def test_a_step_that_was_interrupted_is_followed_by_no_other(
 
 
 def _saved(
-    world: World, layout: str, folder: str, first: int, last: int
+    world: World, layout: str, folder: str, kind: str, first: int, last: int
 ) -> Trained:
     """The steps from `first` to `last`, after what the folder holds."""
     model = loops.tiny()
-    optimizer = loops.optimizer_of("AdamW", model)
+    optimizer = loops.optimizer_of(kind, model)
     scheduler = loops.scheduler_of(optimizer)
     run = phalanx.prepare(
         model, optimizer, layout, loss=loops.weighted_loss, count=loops.count_weights,
@@ -265,13 +265,15 @@ def _saved(
     return Trained(losses, [], [], 0.0, run.state_dict())
 
 
+# SGD keeps a momentum, and counts no updates.
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_a_loop_continues_in_another_layout_with_its_schedule(
-    tmp_path: Path,
+    tmp_path: Path, kind: str
 ) -> None:
-    plain, folder = plain_loop("AdamW", 0.0), str(tmp_path)
-    launch(_saved, 2, "dp2 zero3", folder, 0, 2, backend="threads")
+    plain, folder = plain_loop(kind, 0.0), str(tmp_path)
+    launch(_saved, 2, "dp2 zero3", folder, kind, 0, 2, backend="threads")
     for mine in launch(
-        _saved, 2, "pp2 1f1b:2", folder, 2, 3, backend="threads"
+        _saved, 2, "pp2 1f1b:2", folder, kind, 2, 3, backend="threads"
     ):
         assert mine.losses == pytest.approx(plain.losses[2:], rel=1e-10)
         for name, weight in plain.weights.items():

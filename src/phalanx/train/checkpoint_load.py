@@ -657,7 +657,11 @@ def _traits(manifest: Manifest, updates: Updates) -> OptimizerRow | None:
     """
     if any(isinstance(update, OwnUpdate) for update in updates.values()):
         name = manifest.optimizer
-        return OptimizerRow(name, name, tuple(_kinds(manifest)))
+        row = _OPTIMIZERS.get(name)
+        # torch's SGD counts no updates, whoever creates it.
+        counts = row is None or row.counts
+        kinds = tuple(_kinds(manifest))
+        return OptimizerRow(name, name, kinds, counts=counts)
     return _OPTIMIZERS.get(manifest.optimizer)
 
 
