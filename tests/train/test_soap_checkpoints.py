@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import loop_worlds
 import pytest
 import torch
 from checkpoint_worlds import Run, resaved, run, trained
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from phalanx.comm import RankFailed
 from phalanx.layout import Shape
-from phalanx.train import checkpoint
+from phalanx.train import checkpoint, parallelize
 from phalanx.train.checkpoint_format import read_manifest
 from phalanx.train.checkpoint_load import TensorReader
 from phalanx.train.optimizer import AdamW
+from phalanx.train.precision import LossScale
 from phalanx.train.soap import MATRICES, Soap
 from phalanx.verify import SHAPES
 from seeded.fault import swapped
@@ -89,3 +91,23 @@ def test_bases_that_are_not_saved_are_missed(tmp_path: Path) -> None:
         trained(tmp_path, "dp2", **_options(GQA))
     with pytest.raises(RankFailed, match=r"left_basis of .* is missing"):
         run("dp2", lambda each: each.resume(tmp_path), **_options(GQA))
+
+
+def test_a_checkpoint_before_the_first_update_is_loaded(
+    tmp_path: Path,
+) -> None:
+    """At this scale every float16 step overflows and is skipped."""
+    folder = tmp_path / "run"
+    words = "optimizer.name=soap", "validation.batches=0"
+    with swapped(parallelize, "LossScale", lambda: LossScale(2.0**60)):
+        for steps in 1, 2:
+            run_file = loop_worlds.small(folder, f"steps={steps}", *words)
+            loop_worlds.trained(run_file, "fp16")
+    skipped = loop_worlds.records(folder, "skip")
+    assert len(skipped) == 2
+    state = _as_numbers(folder / "checkpoints")
+    kinds = {each.kind for each in MATRICES.owned}
+    assert kinds < {kind for kind, _ in state}
+    assert not any(
+        values.any() for (kind, _), values in state.items() if kind in kinds
+    )

@@ -38,6 +38,8 @@ from phalanx.train.soap import (
     refreshed_basis,
 )
 from phalanx.verify import SHAPES, batch_of, covering, every_layout, verify
+from phalanx.verify import optimizers as compared
+from phalanx.verify import soap as plain
 
 GQA, EXPERTS = SHAPES["gqa"], SHAPES["experts"]
 LAYOUTS = {
@@ -61,11 +63,22 @@ def failures(name: str, layouts: Any, **more: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ten_steps_of_a_layout_are_those_of_one_process(name: str) -> None:
-    """Within 1e-10, verify's bound in float64."""
+def test_ten_steps_of_a_layout_are_those_of_one_process(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 1e-10, verify's bound in float64. Every third update refreshes the bases."""
     layouts = Layout.parse_many(LAYOUTS[name])
     wide = [replace(x, precision="fp64") for x in layouts]
+    settings = Soap(3, AdamW(0.8, 0.9, 1e-3, decay=0.2))
+    monkeypatch.setitem(compared.OPTIMIZERS, "soap", settings)
     assert failures(name, wide, steps=10) == []
+
+
+def test_experts_without_tokens_agree_with_one_process() -> None:
+    """Their gradient is zero, so a basis of theirs has nothing to be made of."""
+    shape = replace(EXPERTS, experts=16, top_k=1, layers=2)
+    layouts = [Layout.parse("dp2 fp64")]
+    assert all(v.passed for v in verify(shape, layouts, optimizer="soap"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -153,7 +166,30 @@ def test_rounding_chooses_no_basis_of_directions_without_a_gradient() -> None:
     shares = (then[0] * then[1]).sum(0).abs()
     assert float((1 - shares).abs().max()) < 1e-9
     # A matrix without any gradient, such as that of an expert without tokens.
-    assert torch.equal(first_basis(torch.zeros(3, 3)).abs(), torch.eye(3))
+    zero = torch.zeros(8, 8, dtype=torch.float64)
+    assert torch.equal(first_basis(zero).abs(), torch.eye(8))
+    for refreshed in refreshed_basis, plain._refreshed:
+        assert torch.equal(refreshed(zero, first), first)
+
+
+def test_rows_without_a_gradient_have_the_basis_of_one_process() -> None:
+    gradient = _random(24, 4)
+    gradient[[3, 22, 23]] = 0
+    moment = gradient @ gradient.mT
+    ours, theirs = first_basis(moment), plain._eigenvectors(moment)
+    eye = torch.eye(24, dtype=torch.float64)
+    for basis in ours, theirs:
+        torch.testing.assert_close(basis.mT @ basis, eye, rtol=0, atol=1e-12)
+    # Column for column, up to signs.
+    shares = (ours * theirs).sum(0).abs()
+    torch.testing.assert_close(shares, torch.ones_like(shares))
+    # Unit vectors of the rows, after the four eigenvectors.
+    assert torch.equal(ours[[3, 22, 23], 4:7].abs().round(), eye[:3, :3])
+    # Dependent vectors that are no rows of zeros: the next unit vector.
+    alike = torch.ones(3, 1, dtype=torch.float64)
+    alike[0] = 0.5
+    found = plain._gram_schmidt([alike[:, 0], alike[:, 0], *eye[:3, :3]], 3)
+    torch.testing.assert_close(found.mT @ found, eye[:3, :3])
 
 
 # ---- keys
@@ -170,6 +206,8 @@ def test_a_run_file_names_it_and_its_keys() -> None:
     ):
         with pytest.raises(RunError, match=way_out):
             Run.parse("", "run", (word,))
+    # 0 of a key that is unset by default says nothing else.
+    Run.parse("", "run", ("optimizer.momentum=0.0",))
     with pytest.raises(RunError, match="has no effect on soap"):
         Run.parse("", "run", (words[0], "optimizer.matrix_lr=0.1"))
 

@@ -203,8 +203,10 @@ def _optimizer(run: Run) -> Iterator[Mistake]:
         for name in row.keys
     }
     for name, owner in owners.items():
-        value = getattr(o, name)
-        if name in o.row.keys or value == getattr(type(o), name):
+        value, default = getattr(o, name), getattr(type(o), name)
+        # A key that is unset by default may also be 0.
+        without_effect = value == default or (default is None and value == 0)
+        if name in o.row.keys or without_effect:
             continue
         what = f"optimizer.{name} = {value} has no effect on {o.name}"
         yield Mistake(

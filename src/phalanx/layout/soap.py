@@ -48,7 +48,8 @@ SOAP = OptimizerRow(
     stored="SOAP",
     moments=("exp_avg", "exp_avg_sq"),
     matrices=MatrixRow(
-        title="SOAP",
+        # Work is counted for the default frequency, whatever a run file says.
+        title=f"SOAP (a refresh in {REFRESH} updates)",
         matmuls=soap_matmuls,
         # `exp_avg_sq` is that of the rotated gradient.
         owned=(

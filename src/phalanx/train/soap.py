@@ -35,7 +35,9 @@ def first_basis(moment: Tensor) -> Tensor:
     """The eigenbasis of a preconditioner, the largest eigenvalue first.
 
     A gradient of low rank leaves eigenvalues of zero, whose eigenvectors are arbitrary. The
-    basis is completed by the unit vectors in order, made orthogonal to those before.
+    basis is completed by unit vectors, made orthogonal to those before: first those of
+    rows without a gradient, then the others in order. Among the others alone, some would
+    be linearly dependent on those before, and rounding would choose their basis vectors.
     """
     values, vectors = torch.linalg.eigh(moment)  # the smallest first
     floor = FLOOR * values.mean()
@@ -43,7 +45,9 @@ def first_basis(moment: Tensor) -> Tensor:
     unit_vectors = torch.eye(
         len(moment), dtype=moment.dtype, device=moment.device
     )
-    every = torch.cat([reached, unit_vectors], dim=1)
+    has_gradient = (moment.diagonal() > 0).int()
+    order = torch.argsort(has_gradient, stable=True)
+    every = torch.cat([reached, unit_vectors[:, order]], dim=1)
     found: Tensor = torch.linalg.qr(every).Q
     return found
 
@@ -52,11 +56,12 @@ def refreshed_basis(moment: Tensor, basis: Tensor) -> Tensor:
     """One step of power iteration from the last basis, made orthogonal by QR.
 
     Algorithm 4 of the paper. The shift does not change eigenvectors; directions that no
-    gradient has reached keep their basis vectors.
+    gradient has reached keep their basis vectors, and so does a matrix without any
+    gradient.
     """
     shift = FLOOR * moment.diagonal().mean()
     found: Tensor = torch.linalg.qr(moment @ basis + shift * basis).Q
-    return found
+    return torch.where(shift > 0, found, basis)
 
 
 @dataclass(frozen=True)
@@ -138,12 +143,13 @@ class SoapUpdate(MatrixUpdate):
         return own * scale.on(view.device).factor.to(own.dtype)
 
     def replace_by_updates(self, matrices: Sequence[OwnedMatrix]) -> None:
+        # Made in the first step even if it is skipped: a checkpoint holds all state or none.
+        states = [self._kept(name) for name, _ in matrices]
         # Read on the host, since eigenvectors of infinite numbers are an error. The results
         # of a skipped step are not applied.
         if self.scale is not None and bool(self.scale.skip):
             return
-        for name, elements in matrices:
-            kept = self._kept(name)
+        for (_, elements), kept in zip(matrices, states, strict=True):
             # With the optimizer's state on the host, it is on the device for the update.
             state = {
                 kind: each.to(elements.device)

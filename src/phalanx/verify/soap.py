@@ -73,29 +73,46 @@ class PlainSoap(BesideAdamW):
 
 
 def _eigenvectors(p: Tensor) -> Tensor:
-    """Eigenvectors above the floor, the largest first, and unit vectors for the rest."""
+    """Eigenvectors above the floor, the largest first, and unit vectors for the rest.
+
+    Unit vectors of rows without a gradient come before the others.
+    """
     values, vectors = torch.linalg.eigh(p)
     above = [
         vectors[:, n]
         for n in reversed(range(len(p)))
         if values[n] > FLOOR * p.trace() / len(p)
     ]
-    return _gram_schmidt([*above, *torch.eye(len(p), dtype=p.dtype)], len(p))
+    units = torch.eye(len(p), dtype=p.dtype)
+    without = [units[n] for n in range(len(p)) if p[n, n] == 0]
+    others = [units[n] for n in range(len(p)) if p[n, n] != 0]
+    return _gram_schmidt([*above, *without, *others], len(p))
 
 
 def _refreshed(p: Tensor, q: Tensor) -> Tensor:
-    """Algorithm 4: power iteration and QR, of P shifted by the floor."""
-    shifted = p + FLOOR * p.trace() / len(p) * torch.eye(len(p), dtype=p.dtype)
+    """Algorithm 4: power iteration and QR, of P shifted by the floor.
+
+    The basis of a matrix without any gradient stays as it is.
+    """
+    shift = FLOOR * p.trace() / len(p)
+    if shift == 0:
+        return q
+    shifted = p + shift * torch.eye(len(p), dtype=p.dtype)
     return _gram_schmidt([*(shifted @ q).T], len(p))
 
 
 def _gram_schmidt(vectors: list[Tensor], count: int) -> Tensor:
-    """The first `count` vectors made orthonormal, as columns."""
+    """The first `count` linearly independent vectors made orthonormal, as columns."""
     basis: list[Tensor] = []
-    for vector in vectors[:count]:
+    for vector in vectors:
+        if len(basis) == count:
+            break
+        # What rounding leaves of a dependent vector is smaller: 1.5e-8 in float64.
+        least = torch.finfo(vector.dtype).eps ** 0.5 * vector.norm()
         # Twice, so that rounding leaves no component along earlier vectors.
         for _ in range(2):
             for each in basis:
                 vector = vector - (each @ vector) * each
-        basis.append(vector / vector.norm())
+        if vector.norm() > least:
+            basis.append(vector / vector.norm())
     return torch.stack(basis, dim=1)
