@@ -25,7 +25,8 @@ class SoapKeys:
 
 
 def soap_matmuls(rows: int, columns: int) -> tuple[Matmuls, ...]:
-    """The matmuls of a step, with a tenth of a refresh.
+    """The matmuls of a step, with a tenth of a refresh: the default frequency, whatever
+    a run file says.
 
     Each refresh multiplies a preconditioner by its basis, and decomposes the result. The
     decomposition counts by its FLOPs; libraries reach a lower rate in it.
@@ -48,7 +49,6 @@ SOAP = OptimizerRow(
     stored="SOAP",
     moments=("exp_avg", "exp_avg_sq"),
     matrices=MatrixRow(
-        # Work is counted for the default frequency, whatever a run file says.
         title=f"SOAP (a refresh in {REFRESH} updates)",
         matmuls=soap_matmuls,
         # `exp_avg_sq` is that of the rotated gradient.
