@@ -1,5 +1,5 @@
-"""Order of the tests, garbage collection, and modules preloaded for ranks that are
-processes."""
+"""Order of the tests, garbage collection, settings of chosen examples, and modules
+preloaded for ranks that are processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import os
 from multiprocessing import forkserver
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No test of chosen examples may depend on the speed of the machine.
+settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 # Modules that every rank of a test would load, up to a second each. The process from
 # which ranks are forked loads them once.

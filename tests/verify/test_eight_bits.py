@@ -204,7 +204,7 @@ def test_a_model_that_one_process_cannot_cut_is_held_to_what_cuts_at_random_chan
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a model of somebody's own: nobody knows which of its modules join what ranks computed."""
-    monkeypatch.setattr(low_precision, "_owners", lambda block: [])
+    monkeypatch.setattr(low_precision, "owners", lambda block: [])
     model, layout = build_model(SHAPES["gqa"]), Layout.parse("tp2 seq fp8")
     assert not can_replay(model, sums_of(layout))
     found = verdicts("gqa", "tp2 seq fp8")
