@@ -135,6 +135,34 @@ def test_other_names_are_not_comparable() -> None:
     )
 
 
+def recorded_at(*numbers: int) -> Run:
+    step = Step({0: record()})
+    return Run(Path("run"), dict.fromkeys(numbers, step))
+
+
+def test_runs_without_a_common_step_are_not_comparable() -> None:
+    verdict = compare(recorded_at(0, 1), recorded_at(2, 3))
+    assert (verdict.result, verdict.quantity) == (NOT_COMPARABLE, "steps")
+    assert "the reference has steps 0 to 1" in verdict.text
+    assert "the run has steps 2 to 3" in verdict.text
+    assert "first difference" not in verdict_text(verdict, "run", "one")
+    # A perturbed run may be what lacks them.
+    same = recorded_at(0)
+    verdict = compare(same, same, [recorded_at(1)])
+    assert (verdict.result, verdict.quantity) == (NOT_COMPARABLE, "steps")
+    assert "perturbed run 1 has step 1" in verdict.text
+
+
+def test_a_step_that_one_run_has_left_out_ends_the_comparison() -> None:
+    """Weights after it differ, which is no fault of the steps that both have recorded."""
+    verdict = compare(recorded_at(0, 1, 2), recorded_at(0, 2, 3))
+    assert (verdict.result, verdict.quantity) == (NOT_COMPARABLE, "steps")
+    assert verdict.text == "only the reference has recorded step 1"
+    assert verdict.step == 2
+    # Both have left it out.
+    assert compare(recorded_at(0, 2), recorded_at(0, 2)).result == EQUAL
+
+
 def test_ranks_that_deviate_are_named() -> None:
     wrong = record(1, 2, factors={"layers.1.bias": 1.01})
     wrong.clips = record().clips

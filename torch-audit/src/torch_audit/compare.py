@@ -1,6 +1,7 @@
 """Compares a recorded run with a reference, and names the first quantity of the first step that differs."""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .causes import likely_causes
@@ -94,7 +95,18 @@ def compare(
         verdict.result, verdict.quantity = NOT_COMPARABLE, "perturbed runs"
         verdict.text = "a perturbed run is not one of the reference: its parameters have other names"
         return verdict
+    if not numbers:
+        verdict.result, verdict.quantity = NOT_COMPARABLE, "steps"
+        verdict.text = _no_common_step(reference, run, perturbed)
+        return verdict
+    before = numbers[0]
     for number in numbers:
+        left_out = _left_out(reference, run, range(before, number))
+        if left_out:
+            verdict.result, verdict.quantity = NOT_COMPARABLE, "steps"
+            verdict.step, verdict.text = number, left_out
+            break
+        before = number
         pair = _Pair(
             number,
             run.steps[number].parameters(names),
@@ -122,6 +134,33 @@ def compare(
             # Later steps differ because of this one.
             break
     return verdict
+
+
+def _no_common_step(
+    reference: Run, run: Run, perturbed: Sequence[Run]
+) -> str:
+    runs = {"the reference": reference, "the run": run}
+    for seed, recorded in enumerate(perturbed, start=1):
+        runs[f"perturbed run {seed}"] = recorded
+    ranges = [
+        f"{name} has {_range(recorded.steps)}"
+        for name, recorded in runs.items()
+    ]
+    return f"no step is recorded in all runs: {', '.join(ranges)}"
+
+
+def _left_out(reference: Run, run: Run, between: range) -> str:
+    """A sentence on a step that one run has skipped, and the other has not; "" if there is none."""
+    for number in between:
+        if (number in reference.steps) != (number in run.steps):
+            name = "reference" if number in reference.steps else "run"
+            return f"only the {name} has recorded step {number}"
+    return ""
+
+
+def _range(numbers: Iterable[int]) -> str:
+    first, *others = sorted(numbers)
+    return f"steps {first} to {others[-1]}" if others else f"step {first}"
 
 
 def _precision_of(pair: _Pair) -> str:

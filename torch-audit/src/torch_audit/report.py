@@ -42,9 +42,11 @@ def verdict_text(
             )
     else:
         lines.append(f"{run} is {_result(verdict)} {reference}")
-        lines.append(
-            f"  first difference: step {verdict.step}, {verdict.quantity}"
-        )
+        # Without a compared step there is no first one.
+        if verdict.parameters:
+            lines.append(
+                f"  first difference: step {verdict.step}, {verdict.quantity}"
+            )
         lines.append(f"  {verdict.text}")
         lines += [f"    {line}" for line in _groups(verdict)]
         if verdict.equal_before:
