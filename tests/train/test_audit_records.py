@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from loop_worlds import records as events
 from loop_worlds import small, trained, weights
 
 from phalanx.comm import Work
@@ -14,6 +15,7 @@ from phalanx.parallel import Unit
 from phalanx.train.audit import folder_of
 from phalanx.train.checkpoint_format import read_manifest
 from phalanx.train.checkpoint_load import TensorReader
+from phalanx.train.precision import LossScale
 from torch_audit import records
 from torch_audit.checks import check_run
 from torch_audit.compare import EQUAL, REFUTED, compare
@@ -115,6 +117,28 @@ def test_half_precision_is_recorded_without_its_loss_scale(
     squares = one.first.ranks[0].sketches[records.GRADIENT].values()
     total = sum(numbers[0] for numbers in squares) ** 0.5
     assert total == pytest.approx(clip.norm, rel=1e-2)
+
+
+def test_steps_that_the_loss_scale_skips_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first loss scale is too large, and both layouts halve it in the same steps."""
+    defaults = (2.0**20, 2000, 0)
+    monkeypatch.setattr(LossScale.__init__, "__defaults__", defaults)
+    more = ("steps=8", "train.audit=3", "validation.batches=0")
+    runs = {
+        layout: recorded(tmp_path / layout.replace(" ", "-"), layout, *more)
+        for layout in ("fp16", "dp2 fp16")
+    }
+    one, run = runs.values()
+    # The log counts steps from 1.
+    skipped = {r["step"] - 1 for r in events(tmp_path / "fp16", "skip")}
+    assert skipped
+    assert list(one.steps) == sorted(set(range(8)) - skipped)[:3]
+    verdict = compare(one, run)
+    assert verdict.result == EQUAL, verdict_text(verdict, "run", "one")
+    assert verdict.steps == 3
+    assert not [x for each in (one, run) for x in check_run(each) if x.fault]
 
 
 def test_a_layout_that_leaves_out_a_sum_is_named(

@@ -26,6 +26,7 @@ from ..parallel.data import Entry
 from ..program import Op, ops
 from ..version import VERSION
 from .rank import Rank
+from .skipped_steps import overflowed
 from .step import CompletedStep
 
 FOLDER = "audit"  # in `out`
@@ -37,7 +38,10 @@ def folder_of(out: Path, start: int) -> Path:
 
 
 class AuditRecords:
-    """Records `train.audit` steps of each start on this rank."""
+    """Records `train.audit` steps of each start on this rank.
+
+    Steps that the loss scale has skipped are left out, and do not count.
+    """
 
     def __init__(self, rank: Rank, start: int) -> None:
         self.rank = rank
@@ -58,6 +62,12 @@ class AuditRecords:
 
     def after_step(self, step: CompletedStep) -> None:
         if step.done > self.until:
+            return
+        if overflowed(self.rank, step):
+            # Only the loss scale was too large. Records keep the numbers of their
+            # steps, so they compare where both layouts skip the same ones.
+            self.sketches = {}
+            self.until += 1
             return
         self.sketches[records.UPDATED] = self._weights()
         self._record(step).write(self.folder)

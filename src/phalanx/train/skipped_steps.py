@@ -13,6 +13,15 @@ from .step import CompletedStep, TrainError
 IN_A_ROW = 3  # consecutive skipped steps that end a run
 
 
+def overflowed(rank: Rank, step: CompletedStep) -> bool:
+    """True if a step was skipped because its loss scale was too large: a finite loss has
+    gradients that are not finite."""
+    scaled = rank.part.trainer.scaling is not None
+    return (
+        scaled and not step.result.finite and math.isfinite(step.result.total)
+    )
+
+
 class SkippedSteps:
     """Logs the cause of each skipped step, and ends the run after a few in a row."""
 
@@ -24,13 +33,8 @@ class SkippedSteps:
         if step.result.finite:
             self.in_a_row = 0
             return
-        overflow = (
-            # A finite loss with infinite gradients: the loss scale was too
-            # large.
-            self.rank.part.trainer.scaling is not None
-            and math.isfinite(step.result.total)
-        )
-        if overflow:  # expected: float16 finds its loss scale this way
+        # Expected: float16 finds its loss scale this way.
+        if overflowed(self.rank, step):
             self.log.event(
                 "skip", step=step.done, why="a float16 gradient overflowed"
             )

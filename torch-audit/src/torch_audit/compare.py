@@ -136,9 +136,7 @@ def compare(
     return verdict
 
 
-def _no_common_step(
-    reference: Run, run: Run, perturbed: Sequence[Run]
-) -> str:
+def _no_common_step(reference: Run, run: Run, perturbed: Sequence[Run]) -> str:
     runs = {"the reference": reference, "the run": run}
     for seed, recorded in enumerate(perturbed, start=1):
         runs[f"perturbed run {seed}"] = recorded
