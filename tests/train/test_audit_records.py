@@ -67,6 +67,38 @@ def test_experts_tied_weights_and_muon_record_the_same(tmp_path: Path) -> None:
     assert not [x for x in check_run(run) if x.fault]
 
 
+@pytest.mark.parametrize("layout", ["fp64", "dp2 zero3 fp64"])
+def test_a_step_that_only_prepares_matrices_changes_none(
+    tmp_path: Path, layout: str
+) -> None:
+    """SOAP's first step makes the bases of its matrices; without decay, nothing moves them."""
+    soap = ("optimizer.name=soap", "optimizer.weight_decay=0")
+    run = recorded(tmp_path / "run", layout, *DENSE, *soap)
+    first, second = (step.parameters(Names()) for step in run.steps.values())
+    still = {
+        name
+        for name, each in first.items()
+        if each.sketch(records.WEIGHT) == each.sketch(records.UPDATED)
+    }
+    assert len(still) == 21
+    assert {name for name, each in first.items() if not each.rate} == still
+    # The second step is an update, so its absence would be a fault.
+    assert all(each.rate > 0 for each in second.values())
+    assert not [x for x in check_run(run) if x.fault]
+
+
+def test_matrices_record_the_rate_of_their_own(tmp_path: Path) -> None:
+    muon = ("optimizer.name=muon", "optimizer.matrix_lr=5e-3")
+    run = recorded(tmp_path / "run", "dp2 fp64", *DENSE, *muon)
+    parameters = run.first.parameters(Names())
+    rates: dict[bool, set[float]] = {True: set(), False: set()}
+    for name, each in parameters.items():
+        matrix = len(each.shape) == 2 and name.startswith("layers.")
+        rates[matrix].add(each.rate)
+    # A warmup of one step has the whole rates from the first on.
+    assert rates == {True: {5e-3}, False: {1e-2}}
+
+
 def test_recorded_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     """Sketches of the whole tensors that the run has saved, which the recorder never saw."""
     out = tmp_path / "run"

@@ -98,7 +98,11 @@ class AuditRecords:
         record = StepRecord(
             rank=rank.world.rank, step=step.done - 1, world=rank.world.size
         )
-        record.parameters = [part.record(step.lr) for part in self.parts]
+        made = self._made()
+        for part in self.parts:
+            update = self.executor.updates[part.unit.number]
+            rate = update.rate_of(part.entry.weight, step.lr, made)
+            record.parameters.append(part.record(rate))
         record.losses = [step.result.total]
         record.meshes = {
             axis.name: axis.size for axis in rank.part.layout.mesh.axes
@@ -113,6 +117,17 @@ class AuditRecords:
         for kind in (records.WEIGHT, records.UPDATED):
             record.sketches[kind] = _listed(self.sketches.get(kind, {}))
         return record
+
+    def _made(self) -> float:
+        """The steps that the optimizer has made. A rank without state of its own counts none."""
+        updates = self.executor.updates.values()
+        own = max(
+            (x for update in updates for x in update.steps_made), default=0
+        )
+        everyone = self.rank.part.everyone
+        most = torch.tensor([own], dtype=torch.float64, device=everyone.device)
+        everyone.all_reduce(most, "max")
+        return most.item()
 
     def _add_gradients(self, record: StepRecord, step: CompletedStep) -> None:
         """Adds gradients without the loss scale, and those that the clip has scaled."""
@@ -168,7 +183,7 @@ class _Part:
             place=place.text(),
             dtype=_name(self.unit.home.dtype),
             stepped=True,
-            rate=weight.rate or rate,
+            rate=rate,
         )
 
 

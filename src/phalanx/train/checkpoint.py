@@ -231,13 +231,10 @@ class Saver:
         # arrived.
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        kept = [
-            state
-            for update in self.updates.values()
-            for state in (*update.state.values(), *update.owned.values())
-        ]
         # AdamW counts the steps of each weight; all must have the same count.
-        counts = {float(state["step"]) for state in kept if "step" in state}
+        counts = {
+            x for update in self.updates.values() for x in update.steps_made
+        }
         assert len(counts) <= 1, (
             f"weights of one rank have had {sorted(counts)} updates"
         )

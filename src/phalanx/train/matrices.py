@@ -20,6 +20,7 @@ from ..layout.optimizer_row import MatrixRow
 from ..parallel import Unit
 from ..parallel.groups import UnitPlace
 from ..parallel.matrices import Matrix, matrices_of
+from ..parallel.tensor import Weight
 from ..parallel.works import ChainedWork
 from .optimizer import AdamW, Scale, Update
 
@@ -28,11 +29,13 @@ class MatrixOptimizer(Protocol):
     """The settings of an optimizer that updates matrices whole.
 
     `rate` is the matrices' learning rate as a multiple of the others', and `others` updates
-    all other weights.
+    all other weights. The first `prepares` steps only prepare a matrix's state, and make no
+    update of it.
     """
 
     name: ClassVar[str]
     row: ClassVar[MatrixRow]
+    prepares: ClassVar[int]
 
     @property
     def rate(self) -> float: ...
@@ -136,6 +139,13 @@ class MatrixUpdate(Update, ABC):
     @abstractmethod
     def replace_by_updates(self, matrices: Sequence[OwnedMatrix]) -> None:
         """Compute the updates of the matrices that this rank owns, in their place."""
+
+    def rate_of(self, weight: Weight, lr: float, made: float) -> float:
+        if not weight.matrices:
+            return super().rate_of(weight, lr, made)
+        if made <= self.settings.prepares:
+            return 0.0
+        return lr * self.settings.rate
 
     def _parts(
         self, rank: int, matrices: list[Matrix], owner: int | None = None

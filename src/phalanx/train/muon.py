@@ -64,6 +64,7 @@ class Muon:
     name: ClassVar[str] = ROW.stored
     row: ClassVar[MatrixRow] = MATRICES
     whole_matrices: ClassVar[bool] = True
+    prepares: ClassVar[int] = 0
     momentum: float = 0.95
     nesterov: bool = True
     scale: str = "match_rms_adamw"

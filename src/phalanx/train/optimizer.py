@@ -19,6 +19,7 @@ from ..comm import Work
 from ..layout.optimizers import ADAMW, OPTIMIZERS, SGD, OptimizerChoice
 from ..parallel import Unit
 from ..parallel.data import Segment
+from ..parallel.tensor import Weight
 
 _torch: Any = torch  # torch's stubs omit the kernels
 State = dict[str, Tensor]
@@ -133,6 +134,16 @@ class Update:
         """Replace a run's state by a checkpoint's."""
         # New tensors: the lists for the kernel are made again.
         self.state[view], self.prepared = state, False
+
+    @property
+    def steps_made(self) -> set[float]:
+        """The numbers of steps that this rank's state counts; empty if it counts none."""
+        kept = (*self.state.values(), *self.owned.values())
+        return {float(state["step"]) for state in kept if "step" in state}
+
+    def rate_of(self, weight: Weight, lr: float, made: float) -> float:
+        """The rate at which the step that was the `made`-th has changed a weight."""
+        return weight.rate or lr
 
     def _prepare(self) -> None:
         """Create missing state, and the lists that are passed to the kernel at each

@@ -72,6 +72,7 @@ class Soap:
     name: ClassVar[str] = ROW.stored
     row: ClassVar[MatrixRow] = MATRICES
     whole_matrices: ClassVar[bool] = True
+    prepares: ClassVar[int] = 1
     rate: ClassVar[float] = 1.0
     refresh_every: int = REFRESH
     others: AdamW = AdamW()  # immutable, so it can be a default
@@ -98,13 +99,13 @@ class Soap:
         others, g = self.others, gradient
         state["step"] += 1
         left_basis, right_basis = state["left_basis"], state["right_basis"]
-        if int(state["step"]) == 1:
+        made = int(state["step"]) - self.prepares  # updates, this one included
+        if not made:
             self._add_to_preconditioners(state, g)
             left_basis.copy_(first_basis(state["left"]))
             right_basis.copy_(first_basis(state["right"]))
             return torch.zeros_like(g)
 
-        made = int(state["step"]) - 1  # updates, this one included
         rotated = left_basis.mT @ g @ right_basis
         average = state["exp_avg"].lerp_(g, 1 - others.beta1)
         square = state["exp_avg_sq"]
