@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch_audit.batches import batch_of
 from torch_audit.checks import check_run
 from torch_audit.command import main
-from torch_audit.compare import compare
+from torch_audit.compare import EQUAL, compare
 from torch_audit.dtypes import CastsPerturbed, operations_of
 from torch_audit.outputs import Outputs
 from torch_audit.parameters import plain_name
@@ -247,6 +247,49 @@ def test_an_error_of_the_recorder_is_told_and_the_program_goes_on(
         load(tmp_path)
 
 
+def test_an_error_in_the_outputs_of_modules_leaves_the_rest_recorded(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(*args: object) -> Tensor:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr("torch_audit.outputs.sketch_rows", wrong)
+    model = Tied()
+    recorded(tmp_path, lambda: train(model))
+    # Once, not for each output.
+    assert capsys.readouterr().err.count("no memory is left\n") == 1
+    run = load(tmp_path)
+    assert list(run.steps) == [0, 1]
+    assert not run.first.ranks[0].modules
+    assert compare(run, run).result == EQUAL
+    assert all(
+        parameter.sketch(kind) is not None
+        for parameter in run.first.parameters(Names()).values()
+        for kind in KINDS
+    )
+
+
+def test_outputs_may_be_on_other_devices_than_the_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The meta device, on which nothing is computed, refuses tensors of other devices."""
+    # The recorder itself leaves out tensors without values.
+    monkeypatch.setattr("torch_audit.outputs._is_usual", lambda tensor: True)
+    module = nn.Linear(4, 4)
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    batch = batch_of((tokens,), {})
+    assert batch is not None
+    outputs = Outputs()
+    outputs.begin(module, batch)
+    for device in ("cpu", "meta"):
+        outputs.add(module, torch.ones(2, 3, 4, device=device))
+    assert not outputs.failed
+    ((record, numbers),) = outputs.take()
+    assert (record.features, numbers.device.type) == (4, "meta")
+
+
 class FlatParameter(nn.Parameter):
     """Has the name of FSDP1's class."""
 
@@ -307,11 +350,7 @@ def sums_of_outputs(
     model: nn.Module, calls: list[tuple[Tensor, Tensor]]
 ) -> dict[tuple[str, bool], Tensor]:
     """Sketches of the outputs of a model, and of their gradients, over some calls with a mask each."""
-
-    def call(act: Callable[..., None], *args: Tensor) -> None:
-        act(*args)
-
-    outputs = Outputs(call)
+    outputs = Outputs()
     hook = torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, output: outputs.add(module, output)
     )

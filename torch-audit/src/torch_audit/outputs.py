@@ -7,6 +7,8 @@ experts, nothing is recorded.
 """
 
 import math
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -28,11 +30,12 @@ ROOT = "(the model)"
 class Outputs:
     """The sketches of all outputs since they were last taken, in the order of execution.
 
-    `guarded` calls a function, and ends the recording if there is an error in it.
+    They tell where a difference begins, and not that there is one. So an error here ends the recording
+    of outputs alone, not that of weights and gradients.
     """
 
-    def __init__(self, guarded: Callable[..., None]) -> None:
-        self._guarded = guarded
+    def __init__(self) -> None:
+        self.failed = False
         self._sums: dict[tuple[str, bool, str], tuple[int, Tensor]] = {}
         self._names: dict[int, str] = {}  # by a module's id
         self._root: Module | None = None  # kept, so that ids stay theirs
@@ -40,6 +43,22 @@ class Outputs:
 
     def begin(self, root: Module, batch: Batch) -> None:
         """Start recording a call of the model."""
+        self._guarded(self._begin, root, batch)
+
+    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
+        if self.failed:
+            return
+        try:
+            with torch.no_grad():
+                act(*args)
+        except Exception:
+            self.failed = True
+            self._rows, self._sums = None, {}
+            traceback.print_exc()
+            text = "audit: the outputs of modules are left out because of this error"
+            print(text, file=sys.stderr)
+
+    def _begin(self, root: Module, batch: Batch) -> None:
         self._rows = _Rows(batch)
         if root is not self._root:
             self._root, self._names = root, _names_of(root)
@@ -53,6 +72,9 @@ class Outputs:
 
     def add(self, module: Module, output: Any) -> None:
         """Adds the first tensor in a module's output that has a row for each token or sample."""
+        self._guarded(self._add_output, module, output)
+
+    def _add_output(self, module: Module, output: Any) -> None:
         name, rows = self._names[id(module)], self._rows
         assert rows is not None
         for _, tensor in tensors_in("", output):
@@ -84,7 +106,8 @@ class Outputs:
         features = rows.features(tensor)
         key = name, backward, _part_of(tensor)
         if key in self._sums:
-            numbers = numbers + self._sums[key][1]
+            # A module's calls may be on several devices.
+            numbers = numbers + self._sums[key][1].to(numbers.device)
         self._sums[key] = features, numbers
 
 
@@ -143,7 +166,9 @@ class _Rows:
         else:
             right = feature_signs(features, local.device)
         rows = local.reshape(-1, right.shape[0])
-        return sketch_rows(rows, row_signs.reshape(-1, RANK), right)
+        # Tokens may be on the CPU, and parts of a model on several devices.
+        left = row_signs.reshape(-1, RANK).to(local.device)
+        return sketch_rows(rows, left, right)
 
 
 def _flat(indices: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:

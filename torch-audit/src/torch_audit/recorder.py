@@ -64,7 +64,7 @@ class Recorder:
         self._batches: list[BatchRecord] = []
         self._losses: list[Tensor] = []
         self._operations: dict[str, int] = {}
-        self._outputs = Outputs(self._guarded)
+        self._outputs = Outputs()
         self._begin(0)
 
     def _begin(self, step: int) -> None:
@@ -181,7 +181,7 @@ class Recorder:
         if torch.compiler.is_compiling():
             return
         if self._outputs.expects(module):
-            self._guarded(self._outputs.add, module, output)
+            self._outputs.add(module, output)
         self._depth = max(0, self._depth - 1)
         if not self._depth:
             self._outputs.end()
@@ -423,10 +423,12 @@ class Recorder:
             kind: {index: numbers.tolist() for index, numbers in rows.items()}
             for kind, rows in self._sketches.items()
         }
-        record.modules = [module for module, _ in self._modules]
+        # Sums that lack some calls would mislead.
+        modules = [] if self._outputs.failed else self._modules
+        record.modules = [module for module, _ in modules]
         record.sketches[records.MODULE] = {
             index: numbers.tolist()
-            for index, (_, numbers) in enumerate(self._modules)
+            for index, (_, numbers) in enumerate(modules)
         }
         record.write(self.folder)
 

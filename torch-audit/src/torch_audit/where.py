@@ -153,8 +153,8 @@ def where(
     if not keys:
         reason = "no module of both runs has a row for each token"
         return Where(Begins.UNKNOWN, reason=reason)
-    search = _Search(found, expected, perturbed, precision)
-    search.relative = usual_difference(precision, first=first)
+    relative = usual_difference(precision, first=first)
+    search = _Search(found, expected, perturbed, precision, relative)
     forward = [key for key in keys if not key[1]]
     backward = [key for key in keys if key[1]]
     return (
@@ -173,11 +173,12 @@ class _Search:
         expected: Outputs,
         perturbed: Sequence[Step],
         precision: str,
+        relative: float,
     ) -> None:
         self.found, self.expected = found, expected
         self.perturbed = [outputs_of(step) for step in perturbed]
         self.precision = precision
-        self.relative = usual_difference(precision, first=True)
+        self.relative = relative  # usual for the precision
         self.factor = 1.0
 
     def first(
