@@ -1,5 +1,6 @@
 """deepspeed_lm.py STAGE ACCUMULATION [tied|lora]: a DeepSpeed engine with a client optimizer."""
 
+import os
 import sys
 
 import deepspeed
@@ -8,7 +9,20 @@ from small import BATCH, MOST, STEPS, loader, new_model, with_lora
 from torch import distributed
 
 
+# The words of a launcher, for the one process of the reference; port 0 is any free one.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
+
 def main(stage: int, accumulation: int, corner: str = "") -> None:
+    if "RANK" not in os.environ:
+        # Without them DeepSpeed looks for MPI.
+        os.environ |= ALONE
     deepspeed.init_distributed("gloo")
     model = new_model(tied=corner == "tied")
     if corner == "lora":
