@@ -8,7 +8,6 @@ import torch
 from small import BATCH, MOST, STEPS, loader, new_model, with_lora
 from torch import distributed
 
-
 # The words of a launcher, for the one process of the reference; port 0 is any free one.
 ALONE = {
     "RANK": "0",
