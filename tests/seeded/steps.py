@@ -97,7 +97,7 @@ def _() -> AbstractContextManager[None]:
 
     def backward(self: Executor, op: Op) -> None:
         if float(self.count) == 0.0:
-            self.count = torch.full_like(self.count, float("nan"))
+            self.divisor = torch.full_like(self.count, float("nan"))
         right(self, op)
 
     return swapped(Executor, "_backward", backward)
