@@ -63,7 +63,8 @@ def test_layouts_of_tp_have_the_bits_of_one_process(
 def test_more_layouts_of_tp_have_the_bits_of_one_process(
     model: str, text: str
 ) -> None:
-    shape = WIDE[model]
+    # zb-v has two stages on each rank.
+    shape = replace(WIDE[model], layers=4) if "zb-v" in text else WIDE[model]
     assert not differences(shape, text, FP32, BF16)
 
 
