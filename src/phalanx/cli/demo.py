@@ -2,7 +2,7 @@
 another layout, compares every loss with one process bit by bit, and writes a report.
 
 Takes about half a minute on two idle cores. Exit code 0: the loss fell and all losses
-are the same bits; 1: they are not.
+are bit-identical; 1: they are not.
 """
 
 import multiprocessing
@@ -82,7 +82,7 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
     # Both must have every step, once.
     agrees = losses.keys() == truth.keys() and same == len(truth)
     all_of = "All" if agrees else f"ONLY {same} OF THE"
-    progress(f"   {all_of} {len(truth)} losses are the same bits.\n")
+    progress(f"   {all_of} {len(truth)} losses are bit-identical.\n")
     page = out / "report.html"
     write_text(page, report(out, step_extras(out, None, None)).html())
     return {
