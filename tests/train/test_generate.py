@@ -341,6 +341,34 @@ def test_a_conversation_longer_than_the_positions_forgets_its_oldest_messages(
     assert conversation.added == 8
 
 
+class _Short:
+    """A generator with few positions, which answers "h"."""
+
+    longest = 20
+
+    def generate(self, *args: object, **more: object) -> Iterator[list[int]]:
+        yield [104]
+
+
+@pytest.mark.parametrize("at_terminal", [True, False])
+def test_a_message_longer_than_the_positions_is_refused_and_the_chat_goes_on(
+    at_terminal: bool,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages = io.StringIO(f"{'a' * 30}\nbb\n")
+    messages.isatty = lambda: at_terminal  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", messages)
+    monkeypatch.setattr(text, "open_generator", lambda *_, **__: _Short())
+    monkeypatch.setattr(text, "vocabulary_of", lambda *_: _Counted())
+    folder = saved(theirs("llama"), tmp_path / "hub")
+    assert main(["chat", f"hf:{folder}"]) == (0 if at_terminal else 2)
+    shown = capsys.readouterr()
+    assert "30 tokens, and the model has 20 positions" in shown.err
+    assert shown.out == ("> > h\n> \n" if at_terminal else "")
+
+
 @pytest.mark.parametrize("at_terminal", [True, False])
 def test_an_interrupted_answer_ends_and_the_conversation_goes_on(
     at_terminal: bool,

@@ -68,6 +68,8 @@ def _converse(
     args: argparse.Namespace, generator: Generator, vocabulary: Tokenizer
 ) -> None:
     """Answer the messages of standard input until it ends."""
+    from ..generate import GenerateError
+
     conversation = Conversation(vocabulary, generator.longest, args.tokens)
     if args.system:
         conversation.add("system", args.system)
@@ -82,8 +84,16 @@ def _converse(
             break
         if line.strip():
             conversation.add("user", line.strip())
-            answer = _answer(args, generator, conversation, asks=asks)
-            conversation.add("assistant", answer)
+            try:
+                answer = _answer(args, generator, conversation, asks=asks)
+            # A message may be longer than the model's positions.
+            except GenerateError as error:
+                if not asks:  # nobody who could write another
+                    raise
+                print(error, file=sys.stderr)
+                conversation.take_back()
+            else:
+                conversation.add("assistant", answer)
     # Ends the line on which Ctrl-D was pressed.
     if asks:
         say()
@@ -131,8 +141,14 @@ class Conversation:
         self.added += 1
         self.messages.append({"role": role, "content": content})
 
+    def take_back(self) -> None:
+        """Drop the last message, which has no answer."""
+        self.messages.pop()
+
     def prompt(self) -> tuple[list[int], int]:
         """The tokens of the conversation, and how many an answer may have."""
+        from ..generate import GenerateError
+
         # The whole conversation each time, as a template may write earlier
         # messages in another way.
         prompt = self.vocabulary.chat_prompt(self.messages)
@@ -143,8 +159,12 @@ class Conversation:
         while len(prompt) + room > self.longest and self._forget_oldest():
             prompt = self.vocabulary.chat_prompt(self.messages)
         left = self.longest - len(prompt)
-        # A message that is too long by itself is refused by the generator.
-        return prompt, min(self.tokens, max(1, left))
+        if left < 1:
+            raise GenerateError(
+                f"the message makes a prompt of {len(prompt)} tokens, and the model has"
+                f" {self.longest} positions. Write a shorter message."
+            )
+        return prompt, min(self.tokens, left)
 
     def _forget_oldest(self) -> bool:
         """Drop the oldest message and its answer; False if none can be dropped."""

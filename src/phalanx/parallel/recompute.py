@@ -1,10 +1,11 @@
 """Selective recomputation: keeps some outputs of a forward for its second run.
 
-It keeps the outputs of matmuls, attention and groups, except those that tp gathered for
-a matmul. These are n times as large as the rank's own tokens, so it keeps the tokens
-and all ranks gather again. If nothing will read an output's values, only its shape is
-kept: the second run gets a stand-in without memory, and the matmul's backward needs
-only its factors.
+It keeps the outputs of matmuls, attention and groups, with two exceptions. Tokens that
+tp gathered for a matmul are n times as many as the rank's own, so it keeps its own and
+all ranks gather again. Matmuls inside of `models.expansion.expand` are computed again.
+
+If nothing will read an output's values, only its shape is kept: the second run gets a
+stand-in without memory, and the matmul's backward needs only its factors.
 """
 
 from __future__ import annotations
