@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx import comm
 from phalanx.cli import main, train_verify
@@ -33,6 +34,7 @@ from phalanx.train.rank import batches_of
 from phalanx.train.resume import RunState
 from phalanx.verify import SHAPES, Verdict
 from phalanx.verify.journal import counted_flops
+from phalanx.verify.reference import reference
 from phalanx.verify.run_trial import (
     _setting,
     plain_rate,
@@ -220,8 +222,8 @@ def test_a_mistake_in_what_trains_the_run_is_named(
 
 SKIPPED_STEPS = [
     ("Adam counts a skipped step", "adamw", "the update of"),
-    ("muon: weights decay in a skipped step", "muon", "in a skipped step"),
-    ("the loss scale is not halved", "adamw", "step 3"),
+    ("muon: weights decay in a skipped step", "muon", "step 1: the update of"),
+    ("the loss scale is not halved", "adamw", "step 2: the loss scale"),
 ]
 
 
@@ -253,6 +255,41 @@ def test_a_run_in_float16_has_steps_that_overflow_and_one_after_them(
     assert skipped.count(False) >= 2
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_same_step_overflows_however_a_batch_is_cut(
+    parts: int, tmp_path: Path
+) -> None:
+    """Each microbatch's weight gradients are rounded to float16 before their sum."""
+    words = *WORDS, "layout=tp2 fp16", "packing=bfd", "batch=4"
+    run = Run.parse("", "run", words)
+    layout = Layout.parse("tp2 fp16")
+    trial = run_trial(run, run.shape, layout, str(tmp_path))
+    make = maker_of(trial.run)
+    setting = with_overflow(make, _setting(trial.run, "fp16"))
+    first, patience = setting.scaling
+    trace = reference(
+        make(),
+        setting.batches,
+        steps=STEPS,
+        optimizer=setting.optimizer,
+        rate=setting.rate,
+        clip=setting.clip,
+        precision=setting.precision,
+        seed=setting.seed,
+        scaler=torch.amp.GradScaler("cpu", first, growth_interval=patience),
+        raised=setting.raised,
+        cut=lambda rows: torch.arange(rows).chunk(parts),
+    )
+    norms = [step.norm for step in trace.steps]
+    assert [isfinite(norm) for norm in norms] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
 def test_a_run_in_float16_without_a_safe_loss_scale_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,8 +299,8 @@ def test_a_run_in_float16_without_a_safe_loss_scale_says_so(
     found = capsys.readouterr().out
     assert "; a step of float16 that overflows and is skipped." in found
     assert "Not covered" not in found
-    # no scale is tried
-    with swapped(module("phalanx.verify.verify"), "_SCALES", ()):
+    # nothing raises the scale
+    with swapped(module("phalanx.verify.verify"), "_RAISED", {}):
         assert main([*words]) == 0
     found = capsys.readouterr().out
     assert "Not covered: a step of float16 that overflows" in found

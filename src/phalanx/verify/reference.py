@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -225,6 +226,7 @@ def reference(
     cut: Cut = in_one,
     own_losses: bool = False,
     scaler: torch.amp.GradScaler | None = None,
+    raised: Mapping[int, float] = MappingProxyType({}),
     forward: Forward | None = None,
     nudge: Nudge | None = None,
     validations: Sequence[Batch] | None = None,
@@ -232,7 +234,8 @@ def reference(
     """Train the model on one process, as PyTorch's own documentation would.
 
     `forward` computes the model instead of its pieces; `cut` divides rows into
-    microbatches, by default one. `own_losses`: the pieces keep their losses instead of
+    microbatches, by default one. `raised` has factors by which the loss scale is
+    multiplied before a step. `own_losses`: the pieces keep their losses instead of
     torch's.
 
     With `nudge`, the compute weights, the inputs of every piece, the gradients
@@ -281,6 +284,8 @@ def reference(
             master.grad = None
         if not same:
             _copy(copies, masters, nudge)
+        if scaler and step in raised:
+            scaler.update(scaler.get_scale() * raised[step])
         # The loss scale before this step; the scaler may change it after.
         scale, scaled = (
             (float(scaler.get_scale()), scaler.scale)

@@ -314,8 +314,8 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
         return Verdict(str(first), first.ranks, False, math.inf, claim)
     try:
         # The first start ends at STOPPED, the second resumes there.
-        before = join(_start(run, first, worlds, setting.scaling), STOPPED)
-        seen = _start(run, second, worlds, setting.scaling)
+        before = join(_start(run, first, worlds, setting), STOPPED)
+        seen = _start(run, second, worlds, setting)
         after = join(seen, STEPS - STOPPED)
     except Exception as error:  # any error of the ranks is the verdict
         return failed(first, error)
@@ -332,11 +332,10 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
 
 
 def _start(
-    run: Run, layout: Layout, worlds: Worlds, scaling: tuple[float, int]
+    run: Run, layout: Layout, worlds: Worlds, setting: Setting
 ) -> list[Seen]:
     """Run one start of the run: from its checkpoint, if there is one, to the stop or
-    the end. `scaling` is the first loss scale, and the steps after which it
-    doubles."""
+    the end. The setting has the loss scales of float16."""
     run = replace(run, layout=str(layout))
     with (
         hold_run(Path(run.out), run.checkpoints),
@@ -346,14 +345,12 @@ def _start(
     ):
         if wrong := wrong_transport(layout.ranks, ranks):
             raise CommError(wrong)
-        return ranks(_on_rank, run, layout, scaling)
+        return ranks(_on_rank, run, layout, setting)
 
 
-def _on_rank(
-    world: World, run: Run, layout: Layout, scaling: tuple[float, int]
-) -> Seen:
+def _on_rank(world: World, run: Run, layout: Layout, setting: Setting) -> Seen:
     """Run and record one rank."""
-    notes = _Notes(layout, scaling)
+    notes = _Notes(layout, setting)
     outcome = train(
         world, run, str(layout), quiet=True, held=True, observe=notes.begin
     )
@@ -367,8 +364,8 @@ class _Notes:
     """Observes one rank of a run, from its first step. A STOP file ends the first
     start."""
 
-    def __init__(self, layout: Layout, scaling: tuple[float, int]) -> None:
-        self.layout, self.scaling = layout, scaling
+    def __init__(self, layout: Layout, setting: Setting) -> None:
+        self.layout, self.setting = layout, setting
         self.observed: Observed
 
     def begin(self, rank: Rank, start: int) -> Any:
@@ -377,20 +374,27 @@ class _Notes:
         rank.batches = NumberedBatches(rank.batches)  # type: ignore[assignment]
         scale = rank.part.trainer.scaling
         if scale is not None:
-            first, scale.patience = self.scaling
+            first, scale.patience = self.setting.scaling
             # Later it is the checkpoint's.
             scale.scale = scale.scale if start else first
         self.observed = Observed(
             self.layout, rank.part.model, rank.part.trainer
         )
-        self.observed.before_step(self.batches.batch(start))
+        self._before_step(start)
         return self.after_step
+
+    def _before_step(self, step: int) -> None:
+        """Raise the loss scale where the trial says so, and record the step's batch."""
+        scale = self.rank.part.trainer.scaling
+        if scale is not None:
+            scale.scale *= self.setting.raised.get(step, 1.0)
+        self.observed.before_step(self.batches.batch(step))
 
     def after_step(self, step: CompletedStep) -> None:
         self.observed.after_step(step.result)
         if step.ends:
             return
-        self.observed.before_step(self.batches.batch(step.done))
+        self._before_step(step.done)
         if step.done + 1 == STOPPED and self.rank.world.rank == 0:
             Path(
                 self.rank.run.out, STOP

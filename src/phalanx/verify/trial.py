@@ -77,6 +77,8 @@ class Setting:
     precision: Precision = Precision()  # frozen
     seed: int = 0
     scaling: tuple[float, int] = (2.0**16, 1)
+    # Factors by which the loss scale is multiplied by hand before a step.
+    raised: Mapping[int, float] = field(default_factory=dict)
     # batches of the validation after the last step; None: those of `validation_of`
     validations: tuple[Batch, ...] | None = None
 
@@ -388,6 +390,8 @@ def _train_layout(
         batch = setting.batches(step)
         own = _own(batch, layout, local, world)
         executor.clip = setting.clip(step)
+        if executor.scaling is not None:
+            executor.scaling.scale *= setting.raised.get(step, 1.0)
         observed.before_step(batch)
         with watch or nullcontext():
             result = executor.step(own, setting.rate(step))
