@@ -39,7 +39,7 @@ def pairs(size: str) -> dict[str, tuple[Call, Call]]:
     positions = torch.arange(SEQUENCE).expand(ROWS, -1)
     x = torch.randn(ROWS, SEQUENCE, sizes["hidden"], requires_grad=True)
     logits = torch.randn(ROWS * SEQUENCE, sizes["vocab"])
-    angles = ours.angles({"positions": positions}, x.dtype)
+    angles = ours.derived["angles"]({"positions": positions}, x.dtype)
     cos, sin = by_hand.cos, by_hand.sin
     ones = torch.ones_like(x)
 

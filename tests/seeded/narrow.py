@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
+
 from phalanx.comm import Work
 from phalanx.parallel.data import Unit
 from phalanx.parallel.pieces import Piece
@@ -72,10 +74,10 @@ fault(ROUNDED, "gqa", "dp2 zero1", "step 0: the update of", dtypes=HALVES)(
 def _() -> AbstractContextManager[None]:
     right = Executor._use_sums
 
-    def use_sums(self: Executor, sums: Any) -> None:
+    def use_sums(self: Executor, *sums: Tensor) -> None:
+        right(self, *sums)
         assert self.norm is not None
         self.norm = self.norm * self._loss_scale
-        right(self, sums)
 
     return swapped(Executor, "_use_sums", use_sums)
 

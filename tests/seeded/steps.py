@@ -128,8 +128,8 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = Executor._use_sums
 
-    def use_sums(self: Executor, sums: Tensor) -> None:
-        right(self, sums)
+    def use_sums(self: Executor, *sums: Tensor) -> None:
+        right(self, *sums)
         self.sums["total"] = self.sums["total"] / self.local.groups.tp.size
 
     return swapped(Executor, "_use_sums", use_sums)
@@ -139,8 +139,8 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = Executor._use_sums
 
-    def use_sums(self: Executor, sums: Tensor) -> None:
-        right(self, sums)
+    def use_sums(self: Executor, *sums: Tensor) -> None:
+        right(self, *sums)
         if self.rank:
             self.sums["total"] = self.loss / self.count.clamp(min=1.0)
 

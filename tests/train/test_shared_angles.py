@@ -63,7 +63,7 @@ def test_a_rank_computes_angles_once_for_each_microbatch_and_theta(
     text: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[int] = Counter()
-    plain = Rope.angles
+    plain = Rope.at
 
     def counting(self: Rope, *args: Any) -> tuple[Tensor, Tensor]:
         calls[threading.get_ident()] += 1
@@ -78,7 +78,7 @@ def test_a_rank_computes_angles_once_for_each_microbatch_and_theta(
         assert not executor.completed  # nothing outlives its microbatch
         return calls[threading.get_ident()] - before
 
-    monkeypatch.setattr(Rope, "angles", counting)
+    monkeypatch.setattr(Rope, "at", counting)
     counts = launch(step, layout.ranks, backend="threads")
     assert (
         counts

@@ -28,7 +28,7 @@ from .experts import ExpertMlps, Experts, Router, Sending, gated
 from .loss import CrossEntropy, soft_cap
 from .noise import EMBEDDING, Dropout, block_noise
 from .norm import norm_of
-from .rope import shared_angles
+from .rope import SharedAngles
 from .sizes import DecoderSizes
 
 # A name pattern and one dim name for each dim of the tensor; the first match counts.
@@ -482,14 +482,10 @@ class Decoder(nn.Module):
         self,
     ) -> dict[str, Callable[[Mapping[str, Any], torch.dtype], Tensor]]:
         """Tensors for all blocks derived from a batch: names and their functions."""
-        return {"angles": self.angles} if self._sizes.ropes else {}
-
-    def angles(self, batch: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-        """A batch's rotary angles for activations of this dtype."""
         sizes = self._sizes
-        return shared_angles(
-            sizes.ropes, batch["positions"], sizes.turned_dim, dtype
-        )
+        if not sizes.ropes:
+            return {}
+        return {"angles": SharedAngles(sizes.ropes, sizes.turned_dim)}
 
     @torch.no_grad()
     def draw(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,38 +93,74 @@ class Rope:
         The cosine of each feature's angle, and its sine, negated in the first half.
         """
         wide = torch.promote_types(dtype, torch.float32)
-        half = (
-            torch.arange(0, head_dim, 2, device=positions.device, dtype=wide)
-            / head_dim
-        )
+        device = positions.device
+        return self.at(positions, self.frequencies(head_dim, device, wide))
+
+    def frequencies(
+        self, head_dim: int, device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """The frequency of each feature's wave (head_dim), negated in the first half.
+
+        A cosine does not see the sign, and a sine takes it.
+        """
+        half = torch.arange(0, head_dim, 2, device=device, dtype=dtype)
+        half = half / head_dim
         frequency = (
             self.scaling(self.theta, half)
             if self.scaling
             else self.theta**-half
         )
-        # (B, T, 1, head_dim / 2): the same for all heads
-        times = positions.to(wide).unsqueeze(-1)
-        angle = (times * frequency).unsqueeze(-2)
+        return torch.cat((-frequency, frequency))
+
+    def at(
+        self, positions: Tensor, frequencies: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The factors of `rotate` at positions (B, T), given the `frequencies`."""
+        # (B, T, 1, 1): the angles are the same for all heads
+        times = positions.view(*positions.shape, 1, 1)
+        angle = times.to(frequencies.dtype) * frequencies
         cos, sin = angle.cos(), angle.sin()
         if self.scaling is not None and self.scaling.attention != 1:
             cos = cos * self.scaling.attention
             sin = sin * self.scaling.attention
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return cos, sin
 
 
-def shared_angles(
-    ropes: Sequence[Rope], positions: Tensor, head_dim: int, dtype: torch.dtype
-) -> Tensor:
-    """The angles of all blocks: (ropes, 2, B, T, 1, head_dim), cosine first."""
-    # 16-bit angles would be wrong from position 256 on, so the activations' dtype is
-    # only a lower bound.
-    factors = [
-        factor
-        for rope in ropes
-        for factor in rope.angles(positions, head_dim, dtype)
-    ]
-    stacked = torch.stack(factors)
-    return stacked.view(len(ropes), 2, *stacked.shape[1:])
+class SharedAngles:
+    """Computes the rotary angles of all blocks from the positions of a batch.
+
+    Called with a batch and the activations' dtype, it returns (ropes, 2, B, T, 1,
+    head_dim), cosine first. Frequencies depend on no batch, so they are computed once.
+    """
+
+    def __init__(self, ropes: Sequence[Rope], head_dim: int) -> None:
+        self.ropes, self.head_dim = tuple(ropes), head_dim
+        # by device and dtype, of each rope
+        self._known: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+
+    def __call__(self, batch: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+        positions: Tensor = batch["positions"]
+        # 16-bit angles would be wrong from position 256 on, so the activations' dtype
+        # is only a lower bound.
+        wide = torch.promote_types(dtype, torch.float32)
+        frequencies = self._frequencies(positions.device, wide)
+        factors = [
+            factor
+            for rope, each in zip(self.ropes, frequencies, strict=True)
+            for factor in rope.at(positions, each)
+        ]
+        stacked = torch.stack(factors)
+        return stacked.view(len(self.ropes), 2, *stacked.shape[1:])
+
+    def _frequencies(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> list[Tensor]:
+        if (device, dtype) not in self._known:
+            self._known[device, dtype] = [
+                rope.frequencies(self.head_dim, device, dtype)
+                for rope in self.ropes
+            ]
+        return self._known[device, dtype]
 
 
 def rotate(

@@ -235,13 +235,16 @@ class Executor:
         self.under_way: dict[Op, tuple[Work, Any]] = {}
         # of experts, from a forward to its backward
         self.choices: dict[Key, Choices] = {}
-        self.loss, self.count = torch.zeros(1, **wide), torch.ones(1, **wide)
+        # this rank's sums: the loss, then its metrics
+        losses = 1 + len(self.measure.metrics)
+        self.own_losses = torch.zeros(losses, **wide)
+        self.loss, self.metrics = self.own_losses[:1], self.own_losses[1:]
+        self.count = torch.ones(1, **wide)
         # the token count of all ranks, or 1 if the step counts none
         self.divisor = self.count
         # Of microbatches, until their backward.
         self.losses: dict[int, Tensor] = {}
-        self.metrics = torch.zeros(len(self.measure.metrics), **wide)
-        self.totals.begin(len(batches), 1 + len(self.measure.metrics))
+        self.totals.begin(len(batches), losses)
         # all tokens, with or without a target: the divisor of routers' losses
         self.tokens = self.count
         self.norm: Tensor | None = None
@@ -450,8 +453,9 @@ class Executor:
     def _count(self, op: Op) -> Work:
         # Valid targets, and all tokens where routers have losses.
         kinds = [self.measure.count] + [count_tokens] * self.has_losses
-        every = [torch.stack([*map(kind, self.batches)]) for kind in kinds]
-        sums = self.totals.counts(torch.stack(every))
+        each = [kind(batch) for kind in kinds for batch in self.batches]
+        every = torch.stack(each).view(len(kinds), -1)
+        sums = self.totals.counts(every)
 
         def counted() -> None:
             total = self.totals.counted(sums, len(kinds))
@@ -476,34 +480,35 @@ class Executor:
             for n, u in home.items()
             if u.groups.replica.rank == 0
         }
-        losses = torch.cat((self.loss, self.metrics))
-        own = self.totals.own(self.norms.values(), losses)
+        own = self.totals.own(self.norms.values(), self.own_losses)
         # Rides with the norm, so that stopping needs no message of its own.
         wants = torch.full_like(self.loss, float(self.wants_to_stop()))
-        sums = torch.cat((wants, own))
+        sums = torch.cat((wants, *own))
 
         def agreed() -> None:
-            # Gradients carry the loss scale, which the norm must not.
             squares, losses = self.totals.agreed(sums[1:])
-            self.norm = squares.sqrt() / self._loss_scale
-            self._use_sums(torch.cat((losses[:1], sums[:1])))
-            self.metrics = losses[1:] / self.divisor
+            self._use_sums(squares, losses / self.divisor, sums[:1])
+            assert self.norm is not None
             self.scale = Scale.of(self.norm, self.clip, self._loss_scale)
 
         return ChainedWork(
             self.local.groups.everyone.all_reduce(sums, wait=False), agreed
         )
 
-    def _use_sums(self, sums: Tensor) -> None:
-        """Take the values that were reduced with the norm: the loss, and the number of
-        ranks that want to stop."""
-        assert self.norm is not None
-        total = sums[:1] / self.divisor
+    def _use_sums(self, squares: Tensor, means: Tensor, stops: Tensor) -> None:
+        """Take the values that were reduced together.
+
+        They are the sum of squared gradients, the means of the loss and its metrics, and
+        the number of ranks that want to stop.
+        """
+        total, self.metrics = means[:1], means[1:]
+        self.sums = {"total": total, "stops": stops}
+        # Gradients carry the loss scale, which the norm must not.
+        norm = squares.sqrt() / self._loss_scale
         # A loss that is not finite makes the norm NaN, so that no rank updates anything.
         # Zero times a finite loss is zero, and times any other it is NaN: two kernels,
         # where `isfinite` and `where` start six.
-        self.norm = self.norm + total * 0.0
-        self.sums = {"total": total, "stops": sums[1:]}
+        self.norm = norm + total * 0.0
 
     @property
     def _loss_scale(self) -> float:

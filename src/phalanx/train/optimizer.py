@@ -58,19 +58,19 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, norm: Tensor, clip: float, loss_scale: float) -> Scale:
-        # Gradients carry the loss scale: divide by it.
         if clip:
             # like torch's clip_grad_norm_, including its 1e-6
-            factor = (clip / (norm + 1e-6)).clamp_(max=1.0)
-            if loss_scale != 1.0:
-                factor /= loss_scale
+            divisor = (norm + 1e-6).div_(clip).clamp_(min=1.0)
         else:
-            factor = torch.full_like(norm, 1.0 / loss_scale)
+            divisor = torch.ones_like(norm)
+        # Gradients carry the loss scale: divide by it.
+        if loss_scale != 1.0:
+            divisor *= loss_scale
         # 1 leaves weights and state of the fused kernels untouched. Zero times a number
         # that is not finite is NaN, which differs from zero.
         skip = (norm * 0.0).ne(0.0).float()
         return cls(
-            factor, factor.reciprocal().float(), skip, 1.0 - skip.view(())
+            divisor.reciprocal(), divisor.float(), skip, 1.0 - skip.view(())
         )
 
     def on(self, device: torch.device) -> Scale:

@@ -62,10 +62,12 @@ class Totals:
         """The losses over all ranks, from the reduced numbers."""
         return reduced
 
-    def own(self, squares: Iterable[Tensor], losses: Tensor) -> Tensor:
-        """The numbers to reduce: the squares of all units, then the losses."""
+    def own(
+        self, squares: Iterable[Tensor], losses: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The numbers to reduce: the squares of all units, and the losses."""
         total = sum_of_squares(squares, self.device).view(1)
-        return torch.cat((total, self.own_losses(losses)))
+        return total, self.own_losses(losses)
 
     def agreed(self, reduced: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares and the losses, from the reduced numbers."""
@@ -115,12 +117,14 @@ class ExactTotals(Totals):
     def summed_losses(self, reduced: Tensor) -> Tensor:
         return sum_in_tree(reduced.view(self.losses.shape[0], -1))
 
-    def own(self, squares: Iterable[Tensor], losses: Tensor) -> Tensor:
+    def own(
+        self, squares: Iterable[Tensor], losses: Tensor
+    ) -> tuple[Tensor, Tensor]:
         size = _LIMBS, _EXPONENTS
         total = torch.zeros(size, dtype=torch.float64, device=self.device)
         for each in squares:
             total += each
-        return torch.cat((total.view(-1), self.own_losses(losses)))
+        return total.view(-1), self.own_losses(losses)
 
     def agreed(self, reduced: Tensor) -> tuple[Tensor, Tensor]:
         size = _LIMBS * _EXPONENTS
