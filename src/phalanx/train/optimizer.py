@@ -58,11 +58,10 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, norm: Tensor, clip: float, loss_scale: float) -> Scale:
+        divisor = torch.ones_like(norm)
         if clip:
             # like torch's clip_grad_norm_, including its 1e-6
             divisor = (norm + 1e-6).div_(clip).clamp_(min=1.0)
-        else:
-            divisor = torch.ones_like(norm)
         # Gradients carry the loss scale: divide by it.
         if loss_scale != 1.0:
             divisor *= loss_scale
