@@ -2,13 +2,15 @@
 
     python benchmarks/planner_times.py [--rounds 3] [--beside OTHER/src] [--only "plan 8b"]
 
-A cold run has an empty cost cache; a warm run follows with the same cache. With
-`--beside`, another checkout of phalanx alternates with this one.
+A cold run has an empty cost cache; a warm run follows with the same cache. Python's
+compiled files exist in both, as in an installed package. With `--beside`, another
+checkout of phalanx alternates with this one.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import resource
 import statistics
@@ -48,6 +50,7 @@ def processor_seconds(source: Path, words: list[str], cache: str) -> float:
         "OMP_NUM_THREADS": "1",
         "XDG_CACHE_HOME": cache,
     }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "phalanx", *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = subprocess.run(
@@ -73,6 +76,8 @@ def main() -> None:
     sources = {"ours": OURS}
     if args.beside:
         sources["the other"] = args.beside
+    for source in sources.values():
+        compileall.compile_dir(source, quiet=1)
     print("| command | of | cold | warm, median (least to most) |")
     print("|---|---|--:|--:|")
     for name, words in commands().items():
@@ -83,8 +88,9 @@ def main() -> None:
         for _ in range(args.rounds):
             for who, source in sources.items():
                 with tempfile.TemporaryDirectory() as cache:
-                    cold[who].append(processor_seconds(source, words, cache))
-                    warm[who].append(processor_seconds(source, words, cache))
+                    for found in (cold, warm):
+                        took = processor_seconds(source, words, cache)
+                        found[who].append(took)
         for who in sources:
             print(
                 f"| {name} | {who} | {_cell(cold[who])} | {_cell(warm[who])} |"

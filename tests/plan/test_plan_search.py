@@ -752,6 +752,21 @@ def test_families_are_told_by_bounds_of_all_that_is_costed() -> None:
     assert refused.refusals(anew, best, room, budget=0) == told
 
 
+def test_a_grid_is_bounded_again_only_if_a_cut_of_its_own_was_costed() -> None:
+    screened = _screened("h100x8", 16, 4, 0.85)
+    grids = [screened.at(i)[1].grid for i in range(len(screened))]
+    alone = next(i for i, x in enumerate(grids) if x.dp == 8)
+    ring = [i for i, x in enumerate(grids) if (x.ring, x.tp) == (2, 1)]
+    first = ring[0]
+    same = next(i for i in ring if grids[i] != grids[first])
+    before = screened.found[screened.at(alone)[0]]
+    screened.costs(first)
+    assert not screened.refresh(alone)
+    assert screened.found[screened.at(alone)[0]] is before
+    # A grid that shares the costed cut.
+    assert screened.refresh(same)
+
+
 def test_a_family_with_very_long_steps_is_told_by_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

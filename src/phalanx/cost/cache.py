@@ -4,6 +4,8 @@ JSON under `$XDG_CACHE_HOME/phalanx/costs`: one file for each model and sequence
 with every cut that was asked for. The file's name is a hash of everything that a
 piece's cost depends on, including the source of the code that costing runs. A damaged
 file is rewritten. A file that cannot be written is skipped.
+
+Costs of named sizes come with the package (`shipped.py`) and are taken from there first.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from ..program import (
     Product,
     at_rows,
 )
+from .shipped import shipped_costs
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = 5
@@ -55,29 +58,54 @@ def cached_costs(
     sequence: int = 0,
     target: str = "cuda",
     place: Path | None = None,
+    shipped: bool = True,
 ) -> dict[Layout, PieceKinds]:
     """The costs of a model's pieces for each layout's cut, cached if possible.
 
     `model` is a shape, or `FILE.py:Class` for a custom model. The keys are
-    `piece_layout(layout)`.
+    `piece_layout(layout)`. Without `shipped`, costs that come with the package are not used.
     """
     # Layouts that differ in dp, pp or ZeRO alone have one cut.
     cuts = list(dict.fromkeys(map(piece_layout, layouts)))
+    ours = {}
+    if shipped and isinstance(model, Shape):
+        sizes = cost_identity(model, sequence, target)
+        ours = shipped_costs(model.name, sizes)
+    unknown = [cut for cut in cuts if str(cut) not in ours]
+    known = dict(ours)
+    if unknown:
+        _LOG.debug("%d of %d cuts are not shipped", len(unknown), len(cuts))
+        file = cost_file(model, sequence, target, place)
+        known |= _completed(file, model, unknown, sequence, target)
+    return {cut: _pieces(model, known[str(cut)]) for cut in cuts}
+
+
+def cost_file(
+    model: Shape | str, sequence: int, target: str, place: Path | None = None
+) -> Path:
+    """The cache file of a model, at a sequence length, for a target."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    file = (
-        place or Path(base, "phalanx", "costs")
-    ) / f"{_key(model, sequence, target)}.json"
+    folder = place or Path(base, "phalanx", "costs")
+    return folder / f"{_key(model, sequence, target)}.json"
+
+
+def _completed(
+    file: Path,
+    model: Shape | str,
+    cuts: Sequence[Layout],
+    sequence: int,
+    target: str,
+) -> dict[str, Any]:
+    """The contents of a cache file, after costing the cuts that it lacks."""
     # One file for all cuts of a model, so a search reads the disk once.
     known = _read(file)
     missing = [cut for cut in cuts if str(cut) not in known]
-    _LOG.debug(
-        "%s has %d of %d cuts", file, len(cuts) - len(missing), len(cuts)
-    )
+    _LOG.debug("%s lacks %d of %d cuts", file, len(missing), len(cuts))
     # What is missing is costed together: equal outputs are computed once.
     if missing:
-        known |= _costed(model, missing, sequence, target)
+        known |= costed_cuts(model, missing, sequence, target)
         _write(file, known)
-    return {cut: _pieces(model, known[str(cut)]) for cut in cuts}
+    return known
 
 
 # ---- the key of a file
@@ -85,6 +113,16 @@ def cached_costs(
 
 def _key(model: Shape | str, sequence: int, target: str) -> str:
     """A hash of everything that the cuts in one file have in common."""
+    key = cost_identity(model, sequence, target) | {"source": _source()}
+    return hashlib.sha256(
+        json.dumps(key, sort_keys=True).encode()
+    ).hexdigest()[:32]
+
+
+def cost_identity(
+    model: Shape | str, sequence: int, target: str
+) -> dict[str, Any]:
+    """The facts that determine a model's costs, besides the code that computes them."""
     if isinstance(model, Shape):
         # Costs are of one block of each kind, so models of other depths share a file.
         sizes = asdict(
@@ -105,10 +143,7 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
                 key[f"module {module}"] = hashlib.sha256(
                     source.read_bytes()
                 ).hexdigest()
-    key |= {"target": target, "source": _source()}
-    return hashlib.sha256(
-        json.dumps(key, sort_keys=True).encode()
-    ).hexdigest()[:32]
+    return key | {"target": target}
 
 
 @cache
@@ -131,7 +166,7 @@ def _source() -> str:
 # ---- costing what is missing
 
 
-def _costed(
+def costed_cuts(
     model: Shape | str, cuts: Sequence[Layout], sequence: int, target: str
 ) -> dict[str, Any]:
     """The costs of these cuts as the file stores them.

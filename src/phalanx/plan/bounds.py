@@ -171,6 +171,17 @@ class LeastTimes:
             columns.append(column)
         return np.array(columns).swapaxes(0, 1)
 
+    def sources(self, options: Options) -> tuple[_Source, ...]:
+        """The costed cuts that a grid's bounds follow from."""
+        ways = {
+            traits(pipe.schedule).splits_backward for pipe in options.pipelines
+        }
+        return tuple(
+            self._source(options.grid, inner, split=split)
+            for split in sorted(ways)
+            for inner in options.inners
+        )
+
     def _source(self, grid: Grid, inner: Inner, *, split: bool) -> _Source:
         """The costed cut that bounds this one.
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
+from ..layout import Shape
 from ..layout.choices import FP8
 from ..layout.numbers import flops_text, seconds_text
 from ..program.flops import step_flops
@@ -94,11 +96,16 @@ def shortest_step(case: Case, hardware: Hardware) -> float:
     peak = peak_of(case, hardware)
     # A step of one sequence, scaled by the number of sequences.
     flops = (
-        step_flops(case.shape, 1, case.sequence).model
+        _flops_of_sequence(case.shape, case.sequence)
         * case.tokens
         / case.sequence
     )
     return flops / (peak * case.layout.ranks) if peak else 0.0
+
+
+@lru_cache(maxsize=64)  # asked again for every layout of a model
+def _flops_of_sequence(shape: Shape, sequence: int) -> float:
+    return step_flops(shape, 1, sequence).model
 
 
 def peak_of(case: Case, hardware: Hardware) -> float:

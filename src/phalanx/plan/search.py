@@ -156,8 +156,10 @@ class Screened:
         self.choices: dict[int, Choice] = {}
         self.followed: dict[int, float] = {}
         self.spent = 0
-        # The number of costed cuts when each grid was bounded.
+        # The number of costed cuts when each grid was looked at last, and the cuts
+        # that its bounds follow from.
         self._costed = [len(pricer.pieces)] * len(space.options)
+        self._sources = [self.least.sources(x) for x in space.options]
 
     def __len__(self) -> int:
         return len(self.step)
@@ -223,6 +225,11 @@ class Screened:
         if self._costed[number] == len(self.pricer.pieces):
             return False
         self._costed[number] = len(self.pricer.pieces)
+        sources = self.least.sources(options)
+        # What was costed since is no better bound of this grid.
+        if sources == self._sources[number]:
+            return False
+        self._sources[number] = sources
         found = bounds(options, self.least, self.found[number])
         self.found[number] = found
         begin, end = self.starts[number : number + 2]

@@ -1,0 +1,95 @@
+"""Costs that come with the package: they are today's, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.cost.cache import (
+    cached_costs,
+    cost_file,
+    cost_identity,
+    costed_cuts,
+)
+from phalanx.cost.shipped import (
+    FOLDER,
+    as_json,
+    read_shipped,
+    shipped_costs,
+)
+from phalanx.layout import Layout, Shape
+
+FILES = sorted(FOLDER.glob("*.json.gz"))
+EIGHT = Shape.load("8b")
+CUT = Layout.parse("tp8 seq bf16")
+
+
+def named(file: Path) -> tuple[Shape, int]:
+    """The shape and sequence length of a shipped file's name."""
+    name, sequence = file.name.removesuffix(".json.gz").rsplit("-", 1)
+    shape = Shape.load(name)
+    if shape.positions != "learned":
+        shape = replace(shape, sequence=int(sequence))
+    return shape, int(sequence)
+
+
+def assert_computed(file: Path, cuts: list[str]) -> None:
+    """Asserts that the shipped costs of some cuts are those that the code computes."""
+    shape, sequence = named(file)
+    layouts = [Layout.parse(cut) for cut in cuts]
+    computed = as_json(costed_cuts(shape, layouts, sequence, "cuda"))
+    held = read_shipped(file)["cuts"]
+    changed = [cut for cut in cuts if computed[cut] != held[cut]]
+    assert not changed, (
+        f"{file.name}: the costs of {changed[:3]} have changed;"
+        " write the files anew: python benchmarks/ship_costs.py"
+    )
+
+
+def test_every_shipped_file_is_of_a_named_size_as_it_is_today() -> None:
+    assert FILES
+    for file in FILES:
+        identity = cost_identity(*named(file), "cuda")
+        assert read_shipped(file)["identity"] == as_json(identity), file.name
+
+
+def test_shipped_costs_equal_computed_ones_in_a_cut_of_each_size() -> None:
+    for file in FILES:
+        # The last in this order has selective recomputation where any has.
+        cuts = sorted(read_shipped(file)["cuts"])
+        assert_computed(file, cuts[-1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_shipped_costs_equal_computed_ones_in_all_cuts(file: Path) -> None:
+    assert_computed(file, sorted(read_shipped(file)["cuts"]))
+
+
+def test_a_shipped_size_needs_no_cache(tmp_path: Path) -> None:
+    place = tmp_path / "costs"
+    costs = cached_costs(EIGHT, [CUT], place=place)
+    assert costs[CUT].blocks
+    assert not place.exists()
+
+
+def test_other_sizes_of_the_same_name_are_not_taken_for_ours() -> None:
+    other = replace(EIGHT, ffn=EIGHT.ffn // 2)
+    for shape, sequence, target in (
+        (other, 8192, "cuda"),
+        (EIGHT, 4096, "cuda"),
+        (EIGHT, 8192, "cpu"),
+    ):
+        assert not shipped_costs("8b", cost_identity(shape, sequence, target))
+    assert shipped_costs("8b", cost_identity(EIGHT, 8192, "cuda"))
+
+
+def test_cuts_that_are_not_shipped_are_costed_and_cached(
+    tmp_path: Path,
+) -> None:
+    small = replace(Shape.load("tiny"), name="8b")
+    cut = Layout.parse("fp32")
+    cached_costs(small, [cut], place=tmp_path)
+    assert cost_file(small, 0, "cuda", tmp_path).is_file()
