@@ -75,7 +75,7 @@ def _twentieth() -> AbstractContextManager[None]:
     right = ExactUnit.add
 
     def add(self: ExactUnit, user: int, microbatch: int, count: int) -> None:
-        leaf = self.leaf(user, microbatch)
+        (leaf,) = self.leaf(user, microbatch)
         if "layers.2.attn.wq.weight" in leaf:
             leaf["layers.2.attn.wq.weight"].mul_(1.05)
         right(self, user, microbatch, count)

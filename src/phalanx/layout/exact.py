@@ -20,13 +20,12 @@ NOT_MATRICES = (
     "exact does not cover optimizers of whole matrices yet: their products have not been"
     " compared bit by bit. Use adamw or sgd."
 )
-NOT_EXPERTS = (
-    "exact does not cover experts yet: their gradients are sums over tokens in the order"
-    " of arrival."
+EXPERTS_IN_PARTS = (
+    "exact does not cover experts in parts yet: their products have not been compared"
+    " with those of tp. Use exact, without tp."
 )
 _AXES = {
     "cp": "weight gradients are sums over the tokens of each rank",
-    "ep": "the gradients of experts are sums over tokens in the order of arrival",
 }
 
 
@@ -38,6 +37,7 @@ def uncovered(x: Layout) -> list[str]:
         if x.mesh.of(axis) > 1
     ]
     found += _unsplit(x)
+    found += _shared_experts(x)
     if x.precision not in COVERED:
         found.append(
             f"exact does not cover {x.precision} yet: only {', '.join(COVERED)}"
@@ -59,6 +59,23 @@ def uncovered(x: Layout) -> list[str]:
             " before it exchanges sums. Use reduce:step"
         )
     return found
+
+
+def _shared_experts(x: Layout) -> list[str]:
+    """Explain why tokens of an expert cannot be told apart by sender, or return []."""
+    if others := [axis for axis in x.experts if axis != "ep"]:
+        words = f"experts:{','.join(others)}"
+        return [
+            f"exact does not cover {words} yet: an expert's tokens of one microbatch come"
+            " from several ranks. Use ep"
+        ]
+    names = [axis.name for axis in x.mesh.axes]
+    if x.dp > 1 and x.ep > 1 and names.index("ep") < names.index("dp"):
+        return [
+            "exact with ep before dp: the microbatches of an expert's rank are no subtree."
+            " Write dp before ep"
+        ]
+    return []
 
 
 def _unsplit(x: Layout) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
 from .exact import (
-    NOT_EXPERTS,
+    EXPERTS_IN_PARTS,
     no_subtree,
     unequal_parts,
     uneven_microbatches,
@@ -253,8 +253,12 @@ def _exact(
 ) -> Iterator[Violation]:
     if not x.exact:
         return
-    if s.experts:
-        yield Violation("exact", NOT_EXPERTS, "Leave exact out.")
+    if s.experts and x.exact > 1:
+        yield Violation("exact", EXPERTS_IN_PARTS, "Leave tp out.")
+    if s.batch_loss and x.data > 1:
+        what = "exact: batch_loss counts the choices of all ranks' microbatches, so one"
+        what += " process, with one microbatch after the other, has another loss."
+        yield Violation("exact", what, "Use sequence_loss, or one rank of dp.")
     if apart := no_subtree(x):
         yield Violation("exact", *apart)
     if uneven := uneven_microbatches(x, batch):

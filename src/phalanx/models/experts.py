@@ -356,6 +356,17 @@ class Merge(nn.Module):
         return weighted.sum(-2).to(y.dtype)
 
 
+class ExpertWeights(NamedTuple):
+    """The weights of all experts (experts, out, in), and biases (experts, out)."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
 class ExpertProducts(nn.Module):
     """The matmuls of the experts, each a gated MLP, on tokens already sorted by expert.
 
@@ -369,6 +380,9 @@ class ExpertProducts(nn.Module):
         self.activation, self.ranks = sizes.activation, 1
         # Replaceable, for example by an fp8 matmul.
         self.product: Product = F.linear
+        # With it, the tokens of each sender are multiplied apart. It gives the weight
+        # of a name for a sender, whose gradient is kept apart too.
+        self.weight_of_sender: Callable[[str, Tensor, int], Tensor] | None = None
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
@@ -383,12 +397,19 @@ class ExpertProducts(nn.Module):
             nn.Parameter(torch.empty(experts, hidden)) if biases else None
         )
 
-    def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The biases of gate, up and down, as this rank adds them."""
-        down = self.down_bias
-        if down is not None and self.ranks > 1:
-            down = _Share.apply(down, self.ranks)  # type: ignore[no-untyped-call]
-        return self.gate_bias, self.up_bias, down
+    def weights(self, sender: int | None = None) -> ExpertWeights:
+        """The weights, and the biases as this rank adds them, for one sender or all."""
+        weights: dict[str, Any] = {}
+        for name in ExpertWeights._fields:
+            weight = getattr(self, name)
+            if sender is not None and weight is not None:
+                assert self.weight_of_sender is not None
+                weight = self.weight_of_sender(name, weight, sender)
+            weights[name] = weight
+        if self.down_bias is not None and self.ranks > 1:
+            share: Any = _Share.apply
+            weights["down_bias"] = share(weights["down_bias"], self.ranks)
+        return ExpertWeights(**weights)
 
     def on_runs(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Apply experts to tokens that arrive in one run per sender, sorted by expert.
@@ -396,6 +417,8 @@ class ExpertProducts(nn.Module):
         `counts` (senders, experts) are the tokens sent. Results keep the order of
         `tokens` (n, hidden).
         """
+        if self.weight_of_sender is not None:
+            return self._sender_by_sender(tokens, counts)
         expert = torch.arange(counts.shape[1], device=counts.device).repeat(
             counts.shape[0]
         )
@@ -408,10 +431,28 @@ class ExpertProducts(nn.Module):
         y = self.on_sorted(_ordered(tokens, order), counts.sum(0))
         return _ordered(y, _inverse(order))
 
-    def on_sorted(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Apply experts to runs of rows (n, hidden) with lengths `counts` (experts)."""
+    def _sender_by_sender(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Apply experts to the tokens of each sender apart: see `on_runs`."""
         if tokens.is_meta:
-            return self._as_if_even(tokens)
+            # One sender's share of the tokens cannot be known: all at once.
+            return self._as_if_even(tokens, self.weights())
+        runs = torch.split(tokens, counts.sum(1).tolist())
+        found = [
+            self.on_sorted(run, counts[sender], self.weights(sender))
+            for sender, run in enumerate(runs)
+        ]
+        return torch.cat(found)
+
+    def on_sorted(
+        self,
+        tokens: Tensor,
+        counts: Tensor,
+        own: ExpertWeights | None = None,
+    ) -> Tensor:
+        """Apply experts to runs of rows (n, hidden) with lengths `counts` (experts)."""
+        own = own or self.weights()
+        if tokens.is_meta:
+            return self._as_if_even(tokens, own)
         widths = self.up.shape[1:]
         plain, narrow = self.product is F.linear, tokens.dtype in HALVES
         # `grouped_mm` loads 16 bytes at once, so widths in 16 bits must be multiples of
@@ -422,14 +463,11 @@ class ExpertProducts(nn.Module):
             and narrow
             and not any(n % 8 for n in widths)
         ):
-            return self.grouped(tokens, counts)
+            return self.grouped(tokens, counts, own)
         # Unbind at once: the gradient of `weight[e]` would have the size of all
         # experts.
-        weights = (self.gate, self.up, self.down)
-        parts: list[Any] = [x.unbind() for x in weights]
-        parts += [
-            (x,) * len(self.up) if x is None else x.unbind()
-            for x in self.biases()
+        parts: list[Any] = [
+            (None,) * len(self.up) if x is None else x.unbind() for x in own
         ]
         # `tolist` waits for a GPU: the lengths of the runs are read on the host.
         runs, product = torch.split(tokens, counts.tolist()), self.product
@@ -448,7 +486,12 @@ class ExpertProducts(nn.Module):
             ]
         )
 
-    def grouped(self, tokens: Tensor, counts: Tensor) -> Tensor:
+    def grouped(
+        self,
+        tokens: Tensor,
+        counts: Tensor,
+        own: ExpertWeights | None = None,
+    ) -> Tensor:
         """The three matmuls as grouped kernels, with run lengths on the device.
 
         A microbatch's weight gradient is rounded to 16 bits before it is added to a
@@ -466,17 +509,17 @@ class ExpertProducts(nn.Module):
                 counts, 0, output_size=len(tokens)
             )
 
-        return self._by(product, tokens)
+        return self._by(product, tokens, own or self.weights())
 
-    def _by(self, product: Product, x: Tensor) -> Tensor:
+    def _by(self, product: Product, x: Tensor, own: ExpertWeights) -> Tensor:
         """Apply the experts by a `product` with the stacked weights of all."""
-        # self.gate, self.up: (experts, ffn, hidden); gate, up: (..., ffn)
-        of_gate, of_up, of_down = self.biases()
-        gate = product(x, self.gate, of_gate)
-        up = product(x, self.up, of_up)
-        return product(gated(gate, up, self.activation), self.down, of_down)
+        # gate, up: (..., ffn)
+        gate = product(x, own.gate, own.gate_bias)
+        up = product(x, own.up, own.up_bias)
+        wide = gated(gate, up, self.activation)
+        return product(wide, own.down, own.down_bias)
 
-    def _as_if_even(self, tokens: Tensor) -> Tensor:
+    def _as_if_even(self, tokens: Tensor, own: ExpertWeights) -> Tensor:
         """Apply the experts to equal numbers of tokens: meta tensors have no counts."""
         each = -(-len(tokens) // len(self.up))
         # padded: (experts * each, hidden)
@@ -488,7 +531,7 @@ class ExpertProducts(nn.Module):
             y = x @ weight.mT  # (experts, each, out)
             return y if bias is None else y + bias.unsqueeze(1)
 
-        made = self._by(product, runs).flatten(0, 1)
+        made = self._by(product, runs, own).flatten(0, 1)
         return made[: len(tokens)]
 
 

@@ -5,6 +5,11 @@ tree and makes the sums that it completes (`program/tree.py`). Ranks then send e
 the parts of their sums, and the owner of a part adds those of all ranks by the same
 tree. So each element is the same sum of the same terms as on one process.
 
+An expert's tokens come from several ranks of ep, each with a microbatch of its own. The
+products of an expert are computed for each of these senders, and a leaf has a part for
+each of them. Sums of the tree add all parts; the parts of the whole sum are added to
+each other before it is exchanged.
+
 Every weight begins at a multiple of `ALIGNED` elements, as does every shard. Kernels
 that update a run of weights round the last elements of a run, which fill no vector,
 differently from the others: here a run ends with padding, in every layout.
@@ -21,7 +26,7 @@ from torch import Tensor
 
 from ..comm import Work
 from ..program.tree import completed, merges
-from .data import Unit, numel_of
+from .data import Unit, UnitBytes, numel_of
 from .groups import UnitGroups
 from .tensor import Weight
 from .works import ChainedWork
@@ -29,9 +34,30 @@ from .works import ChainedWork
 ALIGNED = 64  # elements: a multiple of every vector that a kernel uses
 
 
+class _ToSender(torch.autograd.Function):
+    """A weight as the products of one sender's tokens use it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, unit: ExactUnit, name: str, sender: int
+    ) -> Tensor:
+        ctx.unit, ctx.name, ctx.sender = unit, name, sender
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, None, None, None]:
+        ctx.unit.views_of(ctx.sender)[ctx.name] += gradient
+        return None, None, None, None
+
+
 @dataclass
 class _Leaf:
-    """The whole gradient of one microbatch, and its matrices without a contribution."""
+    """The whole gradient of one microbatch of each sender.
+
+    `fresh` names its matrices without a contribution.
+    """
 
     full: Tensor
     fresh: set[str] = field(default_factory=set)
@@ -40,7 +66,8 @@ class _Leaf:
 class ExactUnit(Unit):
     """The weights of one piece on one rank, with gradients summed in the tree."""
 
-    def __init__(self, *given: Any, **terms: Any) -> None:
+    def __init__(self, *given: Any, senders: int = 1, **terms: Any) -> None:
+        self.senders = senders
         super().__init__(*given, **terms)
         groups = self.groups
         assert groups.copies is not None
@@ -83,6 +110,31 @@ class ExactUnit(Unit):
     # ---- gradients
 
     @property
+    def bytes(self) -> UnitBytes:
+        one = super().bytes
+        return one._replace(gradient=self.senders * one.gradient)
+
+    def of_sender(self, name: str, weight: Tensor, sender: int) -> Tensor:
+        """A weight whose gradient goes to the sender's part of a leaf."""
+        y: Tensor = _ToSender.apply(weight, self, name, sender)  # type: ignore[no-untyped-call]
+        return y
+
+    def views_of(self, sender: int) -> dict[str, Tensor]:
+        """The sender's part of the leaf that is written, by weight."""
+        assert self.bound is not None
+        part = self._parts_of(self.leaves[self.bound].full)[sender]
+        return dict(zip(self.parameters, self._views(part), strict=True))
+
+    def _take_whole(self) -> Tensor:
+        return self.pool.take(
+            self.senders * self.numel, self.precision.reduce
+        )
+
+    def _parts_of(self, full: Tensor) -> Tensor:
+        """A whole gradient as (senders, elements)."""
+        return full.view(self.senders, self.numel)
+
+    @property
     def is_open(self) -> bool:
         return bool(self.leaves) or any(self.sums.values())
 
@@ -93,28 +145,27 @@ class ExactUnit(Unit):
             return
         if key in self.leaves:
             leaf = self.leaves[key]
-            self._bind_gradient(leaf.full)
+            self._bind_gradient(self._parts_of(leaf.full)[0])
         else:
-            full = self.pool.take(self.numel, self.precision.reduce)
+            full = self._take_whole()
             leaf = self.leaves[key] = _Leaf(full, {*self._matrices})
-            self._bind_gradient(full)
+            parts = self._parts_of(full)
+            self._bind_gradient(parts[0])
             for parameter in self._others:
                 assert parameter.grad is not None
                 parameter.grad.zero_()
             for run in self._padding:
-                full[run].zero_()
+                parts[0, run].zero_()
+            parts[1:].zero_()
         self.fresh, self.bound = leaf.fresh, key
 
     @torch.no_grad()
-    def leaf(self, user: int, microbatch: int) -> dict[str, Tensor]:
-        """One microbatch's gradient of each weight, before it is added."""
+    def leaf(self, user: int, microbatch: int) -> list[dict[str, Tensor]]:
+        """One microbatch's gradient of each weight, by sender, before it is added."""
         self.open(user, microbatch)
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            assert parameter.grad is not None
-            found[name] = parameter.grad
-            if name in self.fresh:  # no product has written it
-                parameter.grad.zero_()
+        found = [self.views_of(sender) for sender in range(self.senders)]
+        for name in self.fresh:  # no product has written it
+            found[0][name].zero_()
         self.fresh.clear()
         return found
 
@@ -135,13 +186,26 @@ class ExactUnit(Unit):
 
     def exchange_parts(self, user: int) -> Work:
         """Start sending the parts of this rank's sum to the ranks that add them."""
-        ((_, full),) = self.sums.pop(user).items()
+        ((_, every),) = self.sums.pop(user).items()
+        full = self._over_senders(every)
         if self.copies.size == 1:
-            return ChainedWork(Work(), lambda: self.summed(full, full))
+            return ChainedWork(Work(), lambda: self._own_part_summed(full))
         sent = self._by_rank(full)
         received = self.pool.take(self.numel, self.precision.reduce)
         work = self.copies.all_to_all(received, sent, wait=False)
         return ChainedWork(work, lambda: self._parts_came(sent, received))
+
+    def _over_senders(self, every: Tensor) -> Tensor:
+        """The sum of all senders' parts, added in the tree."""
+        if self.senders == 1:
+            return every
+        parts = self._parts_of(every)
+        for into, term in merges(self.senders):
+            parts[into] += parts[term]
+        full = self.pool.take(self.numel, self.precision.reduce)
+        full.copy_(parts[0])
+        self.pool.give(every)
+        return full
 
     def _by_rank(self, full: Tensor) -> Tensor:
         """A flat gradient in the order of the ranks that its parts go to.
@@ -172,10 +236,14 @@ class ExactUnit(Unit):
             self.pool.give(full)
         self._own_part(shard).copy_(parts[0])
         self.pool.give(received)
-        if self.replicas == 1:
-            self.summed(shard, shard)
-        else:
+        self._own_part_summed(shard)
+
+    def _own_part_summed(self, shard: Tensor) -> None:
+        """Keep a shard for `share_sums`, if the program shares sums; else accept it."""
+        if self.replicas_apart:
             self.parts.append(shard)
+        else:
+            self.summed(shard, shard)
 
     def _own_part(self, shard: Tensor) -> Tensor:
         """The part of a shard that this rank adds."""
@@ -184,6 +252,9 @@ class ExactUnit(Unit):
     def share_sums(self) -> Work:
         """Start gathering a shard's other parts from its replicas."""
         shard = self.parts.pop(0)
+        # Experts may have no copy on another rank.
+        if self.replicas == 1:
+            return ChainedWork(Work(), lambda: self.summed(shard, shard))
         own = self._own_part(shard)
         work = self.groups.replica.all_gather(shard, own, wait=False)
         return ChainedWork(work, lambda: self.summed(shard, shard))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
-from ..layout.exact import NOT_EXPERTS, no_subtree, unequal_parts
+from ..layout.exact import EXPERTS_IN_PARTS, no_subtree, unequal_parts
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core, ExpertProducts, LoraLinear
 from ..models.decoder import Block, Embed, Head
@@ -77,8 +77,8 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
         wrong += _uncut(model)
     if apart := no_subtree(layout):
         wrong.append(" ".join(apart))
-    if layout.exact and _has_experts(model):
-        wrong.append(NOT_EXPERTS)
+    if layout.exact > 1 and _has_experts(model):
+        wrong.append(EXPERTS_IN_PARTS)
     elif layout.exact > 1:
         wrong += _without_parts(model, layout)
     noisy: list[str] = []

@@ -283,7 +283,11 @@ class _UnitMaker:
             "piece": piece,
         }
         if self.exact and not frozen:
-            return ExactUnit(*given, **terms)
+            dims = (self.model.rules.dims(w.name, len(w.shape)) for w in weights)
+            # Experts meet the tokens of all ranks that share them.
+            routed = any("experts" in each for each in dims)
+            senders = self.groups.ep.size if routed else 1
+            return ExactUnit(*given, senders=senders, **terms)
         # 8-bit gathers only save something where a gather has other ranks to reach.
         in_8_bits = self.narrow & {weight.name for weight in weights}
         if in_8_bits and groups.gather.size > 1:

@@ -37,6 +37,7 @@ from ..models.function import FrequentFunction
 from ..models.loss import ChunkedLogits, CrossEntropy
 from .compile import CompiledModule, Factors
 from .data import Unit
+from .exact import ExactUnit
 from .low_precision import EightBits, of_expert
 from .model import EVERY
 from .pool import storage_of
@@ -361,6 +362,9 @@ class Piece:
         chunked = self._chunked_output()
         for child in module.modules():
             if isinstance(child, ExpertProducts):
+                unit = self.owners[child.up][0]
+                if isinstance(unit, ExactUnit) and unit.senders > 1:
+                    child.weight_of_sender = self._of_sender(child)
                 matmul = self.owners[child.up][0].precision.matmul
                 if isinstance(matmul, EightBits) and matmul.traits.experts:
                     child.product = partial(of_expert, matmul)
@@ -393,6 +397,21 @@ class Piece:
                 else:
                     factor = _Factor(own.weight, unit, name, spec)
                     own.weight_product = self._product(factor)
+
+    def _of_sender(
+        self, child: ExpertProducts
+    ) -> Callable[[str, Tensor, int], Tensor]:
+        """Give experts' weights for the tokens of one sender, by their keys."""
+        names = {
+            key: self.owners[weight] for key, weight in child._parameters.items() if weight is not None
+        }
+
+        def weight_of(key: str, weight: Tensor, sender: int) -> Tensor:
+            unit, name = names[key]
+            assert isinstance(unit, ExactUnit)
+            return unit.of_sender(name, weight, sender)
+
+        return weight_of
 
     def _chunked_output(self) -> nn.Module | None:
         """The output projection of a head whose loss makes the logits by chunks."""

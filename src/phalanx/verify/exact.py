@@ -11,7 +11,7 @@ with plain torch, within the bounds of rounding, as in `verify`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -24,6 +24,7 @@ from ..layout.choices import ACCUM, BF16, FP32, THREADS
 from ..layout.exact import exact_batch
 from ..layout.mesh import Mesh
 from ..parallel import Model, build_model, refuse_unfit
+from ..parallel.experts import cut_blocks
 from ..program import Op, Program, ProgramError, ops
 from ..train.precision import precision_of
 from .cases import trial_batch
@@ -43,8 +44,8 @@ from .verify import (
 )
 
 PRECISIONS = (FP32, BF16)
-# one microbatch's gradient of each weight, by weight, piece and microbatch
-Gradients = dict[tuple[str, int, int], Tensor]
+# one microbatch's gradient of each weight, by weight, piece's name and microbatch
+Gradients = dict[tuple[str, str, int], Tensor]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -54,27 +55,41 @@ class Bits:
 
     program: Program
     trace: Trace
-    # of each step, by weight, piece and microbatch
+    # of each step, by weight, piece's name and microbatch
     leaves: tuple[Gradients, ...]
     microbatches: int  # of all ranks
+    # of the pieces; a block with experts may be several
+    names: tuple[str, ...]
+    # the piece that adds to a weight, by weight and piece's name
+    users: Mapping[tuple[str, str], int]
 
     @classmethod
     def of(
-        cls, layout: Layout, program: Program, seen: Sequence[Seen], steps: int
+        cls,
+        layout: Layout,
+        program: Program,
+        seen: Sequence[Seen],
+        steps: int,
+        names: Sequence[str],
     ) -> Bits:
         leaves: list[Gradients] = [{} for _ in range(steps)]
+        users: dict[tuple[str, str], int] = {}
         for rank in seen:
             for step, own in enumerate(rank.leaves):
                 # Only ranks of one tp have leaves of the same microbatch: parts of
                 # them, or copies.
-                _put(own, leaves[step])
+                _put(own, leaves[step], names)
+                users |= {(w, names[p]): p for w, p, _ in own}
         count = layout.data * layout.microbatches
-        return cls(program, join(seen, steps), tuple(leaves), count)
+        trace = join(seen, steps)
+        every = tuple(leaves)
+        return cls(program, trace, every, count, tuple(names), users)
 
 
-def _put(own: Leaves, whole: Gradients) -> None:
+def _put(own: Leaves, whole: Gradients, names: Sequence[str]) -> None:
     """Put a rank's parts of gradients into whole ones, which begin as NaN."""
-    for key, (weight, gradient) in own.items():
+    for (name, piece, m), (weight, gradient) in own.items():
+        key = name, names[piece], m
         if key not in whole:
             whole[key] = gradient.new_full(weight.shape, torch.nan)
         held = tuple(slice(cut.stop - cut.start) for cut in weight.cuts)
@@ -197,7 +212,8 @@ def _bits(
     if wrong := false_claim(layout, program, None):
         raise ProgramError(wrong)
     seen = run(train_layout, layout, program, make, setting)
-    return Bits.of(layout, program, seen, setting.steps)
+    names = [name for name, _ in cut_blocks(make(), layout).pieces]
+    return Bits.of(layout, program, seen, setting.steps, names)
 
 
 def _compared(
@@ -212,11 +228,10 @@ def _compared(
     # any error of the engine is this layout's verdict
     except Exception as error:
         return failed(layout, error)
-    names = [name for name, _ in make().pieces]
-    return _verdict(layout, next(differences(got, truth, names), ""))
+    return _verdict(layout, next(differences(got, truth), ""))
 
 
-def differences(got: Bits, truth: Bits, names: Sequence[str]) -> Iterator[str]:
+def differences(got: Bits, truth: Bits) -> Iterator[str]:
     """Yield every value with other bits, in the order of a step."""
     for name, weight in truth.trace.start.items():
         if not same_bits(weight, got.trace.start[name]):
@@ -225,7 +240,7 @@ def differences(got: Bits, truth: Bits, names: Sequence[str]) -> Iterator[str]:
     for number, (mine, known) in enumerate(steps):
         leaves = got.leaves[number], truth.leaves[number]
         for found in (
-            *_outputs(got, mine, known, names),
+            *_outputs(got, mine, known),
             *_scalar("the mean loss", got, mine.logged, known.logged),
             *_scalar("the loss scale", got, mine.scale, known.scale),
             *_leaves(got, *leaves),
@@ -266,9 +281,11 @@ def _at(got: Bits, kind: str, piece: int, microbatch: int) -> str:
 
 
 def _outputs(
-    got: Bits, mine: TracedStep, known: TracedStep, names: Sequence[str]
+    got: Bits, mine: TracedStep, known: TracedStep
 ) -> Iterator[str]:
-    for piece, name in enumerate(names):
+    # The last piece of a block has its output.
+    last = {name: piece for piece, name in enumerate(got.names)}
+    for name, piece in last.items():
         if name not in known.outputs:
             continue
         here, there = mine.outputs[name], known.outputs[name]
@@ -285,10 +302,12 @@ def _leaves(got: Bits, mine: Gradients, known: Gradients) -> Iterator[str]:
     kinds = {op.kind for row in got.program.rows for op in row}
     whole = ops.BACKWARD in kinds
     kind = ops.BACKWARD if whole else ops.WEIGHT_GRADIENT
-    order = sorted(known, key=lambda leaf: (leaf[2], -leaf[1]))
-    for name, piece, m in order:
-        there = known[name, piece, m]
-        here = mine.get((name, piece, m))
+    places = {name: place for place, name in enumerate(got.names)}
+    order = sorted(known, key=lambda leaf: (leaf[2], -places[leaf[1]]))
+    for name, user, m in order:
+        there = known[name, user, m]
+        here = mine.get((name, user, m))
+        piece = got.users.get((name, user), places[user])
         if here is None:
             yield f"{_at(got, kind, piece, m)} adds no gradient of {name}"
         elif not same_bits(here, there):

@@ -176,12 +176,16 @@ class _Recorder:
         executor = self.executor
         local, program = executor.local, executor.program
         user, m = program.tree_of(op)
-        first = local.coordinates["data"] * program.microbatches
+        data, own = local.coordinates["data"], program.microbatches
         for unit in executor._exact_units(op):
             weights = {weight.name: weight for weight in unit.order}
-            for name, gradient in unit.leaf(user, m).items():
-                own = Leaf(weights[name], gradient.cpu().clone())
-                self.leaves[name, user, first + m] = own
+            # Ranks of ep are neighbours, and the first of them is the first sender.
+            first = data // unit.senders * unit.senders
+            for sender, gradients in enumerate(unit.leaf(user, m)):
+                microbatch = (first + sender) * own + m
+                for name, gradient in gradients.items():
+                    leaf = Leaf(weights[name], gradient.cpu().clone())
+                    self.leaves[name, user, microbatch] = leaf
         return self.add(op)
 
 
