@@ -40,6 +40,9 @@ def test_counts_that_are_no_subtrees_are_refused_with_those_that_are(
         ("exact:0", "'exact:0': write 1 part or more"),
         ("exact:2048", "exact:2048: write 1 to 1024 parts"),
         ("cp2 exact:2", "exact does not cover cp yet"),
+        ("ep2 dp2 exact", "exact with ep before dp: .* Write dp before ep"),
+        ("dp2 ep3 exact", "does not cover dp2 with ep3: .* power of two"),
+        ("tp2 seq experts:tp exact:2", "does not cover experts:tp yet"),
     ],
 )
 def test_parts_that_ranks_cannot_share_are_refused(
@@ -94,10 +97,22 @@ def test_the_layouts_with_parts_to_compare_have_tp_and_seq() -> None:
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
 
 
-def test_experts_are_refused() -> None:
-    name = next(n for n, shape in SHAPES.items() if shape.experts)
-    found = legal(Layout.parse("dp2 exact"), SHAPES[name], batch=4)
-    assert any("exact does not cover experts yet" in v.what for v in found)
+@pytest.mark.parametrize(
+    ("text", "sizes", "what"),
+    [
+        ("dp2 ep2 exact", {}, ""),
+        ("tp2 exact:2", {"vocab": 40}, "does not cover experts in parts"),
+        ("dp2 exact", {"batch_loss": 0.1}, "batch_loss counts the choices"),
+        ("exact", {"batch_loss": 0.1}, ""),
+    ],
+)
+def test_experts_in_parts_and_losses_of_a_batch_are_refused(
+    text: str, sizes: dict[str, Any], what: str
+) -> None:
+    shape = replace(SHAPES["experts"], **sizes)
+    found = legal(Layout.parse(text), shape, batch=8)
+    assert bool(found) == bool(what)
+    assert all(what in violation.what for violation in found[:1])
 
 
 def test_a_layout_of_exact_sums_once_a_step_and_prints_its_word() -> None:

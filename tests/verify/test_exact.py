@@ -11,6 +11,7 @@ from phalanx.comm import Work
 from phalanx.layout import Layout
 from phalanx.layout.cases import SHAPES, covering, exact_layouts
 from phalanx.layout.choices import BF16, FP16, FP32
+from phalanx.models import ExpertProducts
 from phalanx.parallel import exact as units
 from phalanx.parallel.exact import ExactUnit
 from phalanx.train import totals
@@ -27,6 +28,7 @@ from seeded.exact import catch_exactly
 FEW = {
     "gqa": "dp2x2 zero3 accum:2 exact; pp2 zb-v:4 zero1 exact",
     "gpt": "dp3 pp2 zb-h1:2 zero2 recompute:all exact",
+    "experts": "dp2 ep2 zero1 accum:2 exact",
 }
 
 
@@ -79,7 +81,7 @@ LARGE = (
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("precision", [FP32, BF16])
-@pytest.mark.parametrize("model", ["gqa", "gpt"])
+@pytest.mark.parametrize("model", ["gqa", "gpt", "experts"])
 def test_every_two_choices_have_the_bits_of_one_process(
     model: str, precision: str, part: int
 ) -> None:
@@ -94,6 +96,21 @@ def test_every_two_choices_have_the_bits_of_one_process(
 @pytest.mark.parametrize("text", LARGE)
 def test_six_to_sixteen_ranks_have_the_bits_of_one_process(text: str) -> None:
     assert not differences("gqa", text, FP32, BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("latent", "ep2 zero2 accum:2 exact; dp2 pp2 1f1b:2 exact"),
+        ("sinks", "ep4 overlap zero3 exact; dp2 ep2 pp2 zb-v:4 exact"),
+        ("experts", "dp2x2 ep4 zero1 exact; ep8 zero3 recompute:all exact"),
+    ],
+)
+def test_more_layouts_with_experts_have_them_too(
+    model: str, text: str
+) -> None:
+    assert not differences(model, text, FP32, BF16)
 
 
 @pytest.mark.slow
@@ -139,6 +156,20 @@ def test_a_gradient_of_one_microbatch_is_named_with_its_operation(
         "step 0: the gradient of layers.1.attn.wq.weight from microbatch 3"
         " (2B1 of dp rank 1)"
     )
+
+
+def test_products_of_all_senders_at_once_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def at_once(
+        self: ExpertProducts, tokens: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        monkeypatch.setattr(self, "weight_of_sender", None)
+        return self.on_runs(tokens, counts)
+
+    monkeypatch.setattr(ExpertProducts, "_sender_by_sender", at_once)
+    (found,) = differences("experts", "ep3 exact", FP32)
+    assert found.startswith("step 0: the output of layers.")
 
 
 def test_a_norm_in_the_order_of_arrival_is_named(

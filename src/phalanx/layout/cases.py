@@ -78,6 +78,7 @@ def exact_layouts(
     """
     plain: dict[Layout, None] = {}
     axes = {"dp", "pp", "tp"} if parts > 1 else {"dp", "pp"}
+    axes |= {"ep"} if shape.experts else set()
     for x in _all(shape, ranks, axes):
         if (x.tp > 1) != (parts > 1) or parts % x.tp:
             continue

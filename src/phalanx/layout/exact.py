@@ -24,20 +24,27 @@ EXPERTS_IN_PARTS = (
     "exact does not cover experts in parts yet: their products have not been compared"
     " with those of tp. Use exact, without tp."
 )
-_AXES = {
-    "cp": "weight gradients are sums over the tokens of each rank",
-}
+
+
+def folded(parts: int) -> list[int]:
+    """The order of runs of a sequence: first and last, second and last but one, ...
+
+    Every rank of cp holds as many neighbours of this list. So each has early tokens,
+    which attend to few keys, and late ones.
+    """
+    pairs = ((run, parts - 1 - run) for run in range(-(-parts // 2)))
+    return list(dict.fromkeys(run for pair in pairs for run in pair))
+
+
+def held_runs(x: Layout, cp: int) -> list[int]:
+    """The runs of a sequence that rank `cp` of context parallelism holds, in its order."""
+    own = x.time_parts // x.cp
+    return folded(x.time_parts)[cp * own : (cp + 1) * own]
 
 
 def uncovered(x: Layout) -> list[str]:
     """Every reason why this layout cannot give the bits of one process."""
-    found = [
-        f"exact does not cover {axis} yet: {why}. Use dp, ZeRO or pp"
-        for axis, why in _AXES.items()
-        if x.mesh.of(axis) > 1
-    ]
-    found += _unsplit(x)
-    found += _shared_experts(x)
+    found = [*_unsplit(x), *_unsplit_time(x), *_shared_experts(x)]
     if x.precision not in COVERED:
         found.append(
             f"exact does not cover {x.precision} yet: only {', '.join(COVERED)}"
@@ -61,6 +68,37 @@ def uncovered(x: Layout) -> list[str]:
     return found
 
 
+def _unsplit_time(x: Layout) -> list[str]:
+    """Explain why runs of a sequence cannot be divided among ranks, or return []."""
+    parts, cp = x.time_parts, x.mesh.of("cp")
+    word = f"{EXACT}:{x.exact}x{parts}"
+    if parts & (parts - 1):
+        lower = 1 << parts.bit_length() - 1
+        return [
+            f"{word}: the runs of a sequence are added in pairs. Use a power of two:"
+            f" exact:{x.exact}x{lower} or exact:{x.exact}x{2 * lower}"
+        ]
+    if cp & (cp - 1):
+        return [
+            f"exact does not cover cp{cp}: the runs of a sequence are added in pairs. Use"
+            " cp2, cp4 or cp8"
+        ]
+    if parts % cp:
+        return [
+            f"exact with cp{cp}: each rank computes whole runs of the sequence. Write"
+            f" exact:{x.exact}x{cp}, or exact:{x.exact}x{2 * cp}"
+        ]
+    names = [axis.name for axis in x.mesh.axes]
+    if x.dp > 1 and cp > 1 and names.index("cp") < names.index("dp"):
+        return ["exact with cp before dp: write dp before cp"]
+    if parts > 1 and x.ep > 1:
+        return [
+            "exact does not cover cp with ep yet: an expert's tokens of one run come from"
+            " several ranks. Use dp with ep, or cp without"
+        ]
+    return []
+
+
 def _shared_experts(x: Layout) -> list[str]:
     """Explain why tokens of an expert cannot be told apart by sender, or return []."""
     if others := [axis for axis in x.experts if axis != "ep"]:
@@ -74,6 +112,11 @@ def _shared_experts(x: Layout) -> list[str]:
         return [
             "exact with ep before dp: the microbatches of an expert's rank are no subtree."
             " Write dp before ep"
+        ]
+    if x.dp > 1 and x.ep & (x.ep - 1):
+        return [
+            f"exact does not cover dp{x.dp} with ep{x.ep}: the microbatches of an expert's"
+            " rank are no subtree. Use a power of two for ep, or ep alone"
         ]
     return []
 
@@ -132,6 +175,38 @@ def uneven_microbatches(x: Layout, batch: int) -> tuple[str, str] | None:
     lower = batch // count * count
     fits = [str(size) for size in (lower, lower + count) if size]
     return what, f"Use a batch of {' or '.join(fits)}."
+
+
+def split_heads(x: Layout, s: Shape) -> tuple[str, str] | None:
+    """Explain why Ulysses would split the key heads of a part, with a way out."""
+    ulysses = x.mesh.of("cp.ulysses")
+    own = max(1, s.kv_heads // max(1, x.exact))
+    if not x.exact or own % ulysses == 0:
+        return None
+    what = (
+        f"exact: ulysses={ulysses} does not divide the {own} key heads of a part, and the"
+        " gradient of a key head has one order of sums."
+    )
+    return what, f"Use a ring: cp{x.cp}."
+
+
+def uncut_time(x: Layout, s: Shape) -> tuple[str, str] | None:
+    """Explain why a model cannot run on parts of the sequence, with a way out."""
+    if x.time_parts == 1:
+        return None
+    uncompared = {
+        "experts": s.experts,
+        "the mlp": s.kind == "mlp",
+        "LoRA": s.lora_r,
+        "sinks": s.sinks,
+        "dropout with seq": s.dropout and x.seq,
+    }
+    for which, has_it in uncompared.items():
+        if has_it:
+            word = f"{EXACT}:{x.exact}x{x.time_parts}"
+            what = f"{word} does not cover {which} yet: its bits have not been compared."
+            return what, "Use exact without parts of the sequence, and no cp."
+    return None
 
 
 def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:

@@ -65,7 +65,7 @@ _FIXED |= {
 }
 _OPTIONS = """prefetch:1 recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective
     recompute:fit offload:weights offload:optimizer offload:activations stages:2-2 experts:tp experts:cp
-    exact:2"""
+    exact:2 exact:1x2"""
 _WORDS = [*SCHEDULES, *_OPTIONS.split(), *_FIXED]
 
 
@@ -96,6 +96,9 @@ class Layout:
     # Every sum has one order, for the same bits in every layout: the number of equal
     # parts in which each product that tp may split is computed. 0: no such order.
     exact: int = 0
+    # With `exact`: the number of equal runs of the sequence that are computed apart, so
+    # that ranks of cp can share them.
+    time_parts: int = 1
 
     __hash__ = hash_once
     __getstate__ = state_without_hash
@@ -293,6 +296,8 @@ class Layout:
         )
         words += [compiled] * bool(self.compile)
         parts = f":{self.exact}" if self.exact > 1 else ""
+        if self.time_parts > 1:
+            parts = f":{self.exact}x{self.time_parts}"
         words += [EXACT + parts] * (self.exact > 0)
         return " ".join(words)
 
@@ -348,10 +353,11 @@ def _meaning(word: str) -> dict[str, object]:
     key, _, value = word.partition(":")
     if key == "prefetch" and re.fullmatch(_N, value):
         return {"prefetch": int(value)}
-    if key == EXACT and re.fullmatch(_N, value):
-        if not int(value):
+    if key == EXACT and (parts := re.fullmatch(f"({_N})(?:x({_N}))?", value)):
+        of_products, of_time = map(int, (parts[1], parts[2] or 1))
+        if not (of_products and of_time):
             raise LayoutError(f"{word!r}: write 1 part or more.")
-        return {"exact": int(value)}
+        return {"exact": of_products, "time_parts": of_time}
     if key == "recompute" and _RECOMPUTE.fullmatch(value):
         return {"recompute": value}
     lists = {"offload": _OFFLOADS, "experts": _SHARING}
@@ -419,8 +425,12 @@ def _check_values(x: Layout) -> None:
         wrong.append(
             f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function"
         )
-    if not 0 <= x.exact <= PARTS:
+    if not (0 <= x.exact <= PARTS and 1 <= x.time_parts <= PARTS):
         wrong.append(f"exact:{x.exact}: write 1 to {PARTS} parts")
+    elif x.time_parts > 1 and not x.exact:
+        wrong.append(
+            f"time_parts={x.time_parts}: only exact computes runs of the sequence apart"
+        )
     elif x.exact:
         wrong += uncovered(x)
     if x.compile and x.matmul and MATMULS[x.matmul].power:

@@ -15,6 +15,8 @@ from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
 from .exact import (
     EXPERTS_IN_PARTS,
     no_subtree,
+    split_heads,
+    uncut_time,
     unequal_parts,
     uneven_microbatches,
 )
@@ -263,6 +265,10 @@ def _exact(
         yield Violation("exact", *apart)
     if uneven := uneven_microbatches(x, batch):
         yield Violation("exact", *uneven)
+    if uncut := uncut_time(x, s):
+        yield Violation("exact", *uncut)
+    elif split := split_heads(x, s):
+        yield Violation("exact", *split)
     for unequal in unequal_parts(x, s):
         yield Violation("exact", *unequal)
 

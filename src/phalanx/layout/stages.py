@@ -101,6 +101,7 @@ def piece_layout(layout: Layout) -> Layout:
     # Sorted, so that the order of axes in the mesh does not make another
     # piece.
     axes = (a for a in layout.mesh.axes if a.name in ("tp", "cp", "ep"))
+    in_parts = layout.exact > 1 or layout.time_parts > 1
     return Layout(
         mesh=Mesh(tuple(sorted(axes, key=lambda a: a.name))),
         seq=layout.seq,
@@ -112,5 +113,6 @@ def piece_layout(layout: Layout) -> Layout:
         matmul=layout.matmul,
         # Autotuned graphs run the same operations.
         compile=COMPILE if layout.compile else "",
-        exact=layout.exact if layout.exact > 1 else 0,
+        exact=layout.exact if in_parts else 0,
+        time_parts=layout.time_parts,
     )

@@ -139,11 +139,15 @@ class HeadsAttention(nn.Module, ABC):
         sinks = () if self.sinks is None else (self.sinks,)
         q, k, v = self.projected(x, positions, angles)
         y: Tensor = self.core(q, k, v, positions, documents, *sinks)
+        return self.merged(y, noise)
+
+    def merged(self, y: Tensor, noise: Tensor | None = None) -> Tensor:
+        """The output projection of the core's y (B, T, heads, size)."""
         # without padding, (B, T, heads * value_dim)
         y = y[..., : self.value_dim].flatten(2)
         if noise is not None:
             # (value_dim)
-            feature = torch.arange(self.value_dim, device=x.device)
+            feature = torch.arange(self.value_dim, device=y.device)
             index = (
                 self.heads.unsqueeze(-1) * self.value_dim + feature
             ).flatten()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout, LayoutError
-from ..layout.exact import uneven_microbatches
+from ..layout.exact import held_runs, uneven_microbatches
 from ..models import IGNORED
 
 VALID = "valid"  # in a padded batch, marks the tokens that are not padding
@@ -45,6 +45,8 @@ def time_multiple(layout: Layout) -> int:
     parts = layout.tp if layout.seq else 1
     inside = ulysses * max(parts, layout.exact)
     # A rank of a ring holds two chunks of equal length.
+    if layout.time_parts > 1:
+        return layout.time_parts * layout.exact
     return ring * (math.lcm(2, inside) if ring > 1 else inside)
 
 
@@ -61,6 +63,15 @@ def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
         times = torch.cat((chunks[outer], chunks[2 * ring - 1 - outer]))
     # The Ulysses ranks of one ring place hold equal runs of its tokens.
     return times.view(ulysses, -1)[inner]
+
+
+def _own_times(length: int, layout: Layout, cp: int) -> Tensor:
+    """The token indices that rank `cp` holds, also in a layout of `exact`."""
+    if layout.time_parts > 1:
+        runs = torch.arange(length).view(layout.time_parts, -1)
+        return runs[held_runs(layout, cp)].flatten()
+    ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
+    return held_times(length, ring, ulysses, cp)
 
 
 def microbatches(
@@ -116,7 +127,6 @@ def _held(
     if "tokens" not in batch:
         return dict(batch)
     size, held = batch["tokens"].shape[:2], dict(batch)
-    ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
     # Only a padded batch has marks; without them every token is valid.
     if short := -size[1] % time_multiple(layout):
         held[VALID] = torch.ones_like(batch["tokens"], dtype=torch.bool)
@@ -129,11 +139,12 @@ def _held(
                 (x.shape[0], short, *x.shape[2:]), _FILLS.get(name, 0)
             )
             x = torch.cat((x, fill), 1)
-        if layout.cp > 1 and name != DOCUMENTS:
+        apart = layout.cp > 1 or layout.time_parts > 1
+        if apart and name != DOCUMENTS:
             # Every rank holds the documents of all tokens, so attention masks need no
             # messages.
             # (B, T / cp, ...)
-            x = x[:, held_times(x.shape[1], ring, ulysses, cp).to(x.device)]
+            x = x[:, _own_times(x.shape[1], layout, cp).to(x.device)]
         held[name] = x
     return held
 

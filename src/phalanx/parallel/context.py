@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..comm import Group, regions
 from ..comm.base import group_named
 from ..layout import Layout, LayoutError
+from ..layout.exact import folded
 from ..models.kernels import (
     AttentionBlock,
     add_sinks,
@@ -34,6 +35,7 @@ from ..models.kernels import (
 )
 from .batch import held_times
 from .model import Model
+from .parts import join_time, parts_of_time, spread
 
 Ids = Tensor | None  # (B, T): a number for each token
 Sinks = Tensor | None  # (heads)
@@ -48,7 +50,7 @@ def install_context(
     window or a soft cap gathers keys and values instead. Under Ulysses alone the
     model's own core is kept, whatever it computes, with all tokens and fewer heads.
     """
-    if layout.cp == 1:
+    if layout.cp == 1 and layout.time_parts < 2:
         return
     replaced = False
     for _, piece in model.pieces:
@@ -60,7 +62,9 @@ def install_context(
             replaced = True
             inner = core
             # A window or soft cap needs whole rows of scores: gather instead of a ring.
-            if ring.size > 1:
+            if layout.time_parts > 1:
+                inner = TimePartsCore(core, layout, ring)
+            elif ring.size > 1:
                 limited = getattr(core, "window", 0) or getattr(
                     core, "softcap", 0
                 )
@@ -200,6 +204,52 @@ class GatheredCore(nn.Module):
             )
             parts.append(attention(rows, *args))
         return torch.cat(parts, 1)
+
+
+class TimePartsCore(nn.Module):
+    """A core in a layout of `exact`: each part of time attends to all keys before it.
+
+    A ring gathers keys and values, as `GatheredCore` does. The gradients of a key from
+    all parts of time are added in one tree, in the order of `folded`.
+    """
+
+    def __init__(self, plain: Any, layout: Layout, group: Group) -> None:
+        super().__init__()
+        self.window, self.softcap = plain.window, plain.softcap
+        self.group, self.parts = group, layout.time_parts
+        self.order = folded(self.parts)
+        own = self.parts // group.size
+        self.own = self.order[group.rank * own : (group.rank + 1) * own]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids
+    ) -> Tensor:
+        # kv: (2, B, T, kv_heads, head_dim), in the order of `folded`
+        kv = regions.gather_sum(torch.stack((k, v)), self.group, 2)
+        runs = kv.chunk(self.parts, 2)
+        in_time = [runs[self.order.index(run)] for run in range(self.parts)]
+        copies = spread(torch.cat(in_time, 2), len(self.own))
+        queries = parts_of_time(q, len(self.own))
+        three = zip(self.own, queries, copies, strict=True)
+        return join_time([self._attend(*each, documents) for each in three])
+
+    def _attend(
+        self, run: int, q: Tensor, kv: Tensor, documents: Ids
+    ) -> Tensor:
+        """The output of one part of time (B, T / parts, heads, head_dim)."""
+        length = q.shape[1]
+        stop = (run + 1) * length
+        first = run * length + 1 - self.window if self.window else 0
+        seen = slice(max(0, first), stop)
+        near = None if documents is None or q.is_meta else documents[:, seen]
+        k, v = (_by_head(each) for each in kv[:, :, seen])
+        window = self.window if self.window < stop else 0
+        return attention(_by_head(q), k, v, near, None, window, self.softcap)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """x (B, T, heads, size), whose heads lie in memory as matrices of their own."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class RingCore(nn.Module):

@@ -5,10 +5,13 @@ tree and makes the sums that it completes (`program/tree.py`). Ranks then send e
 the parts of their sums, and the owner of a part adds those of all ranks by the same
 tree. So each element is the same sum of the same terms as on one process.
 
-An expert's tokens come from several ranks of ep, each with a microbatch of its own. The
-products of an expert are computed for each of these senders, and a leaf has a part for
-each of them. Sums of the tree add all parts; the parts of the whole sum are added to
-each other before it is exchanged.
+A leaf may have several slots, and a sum of the tree adds those of the same number:
+
+- An expert's tokens come from several ranks of ep, each with a microbatch of its own. The
+  products of an expert are computed for each of these senders. Their slots are added to
+  each other before a sum is exchanged.
+- With parts of time (`time_parts.py`) each part has a slot. All of them are exchanged,
+  and the owner of an element first adds those of the same part of time, then the parts.
 
 Every weight begins at a multiple of `ALIGNED` elements, as does every shard. Kernels
 that update a run of weights round the last elements of a run, which fill no vector,
@@ -17,6 +20,7 @@ differently from the others: here a run ends with padding, in every layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,46 +32,60 @@ from ..comm import Work
 from ..program.tree import completed, merges
 from .data import Unit, UnitBytes, numel_of
 from .groups import UnitGroups
+from .products import MatmulSpec
 from .tensor import Weight
 from .works import ChainedWork
 
 ALIGNED = 64  # elements: a multiple of every vector that a kernel uses
 
 
-class _ToSender(torch.autograd.Function):
-    """A weight as the products of one sender's tokens use it."""
+class _ToSlot(torch.autograd.Function):
+    """A weight whose gradient goes to a slot of the leaf."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, unit: ExactUnit, name: str, sender: int
+        ctx: Any, weight: Tensor, unit: ExactUnit, name: str, slot: int
     ) -> Tensor:
-        ctx.unit, ctx.name, ctx.sender = unit, name, sender
+        ctx.unit, ctx.name, ctx.slot = unit, name, slot
         return weight.view_as(weight)
 
     @staticmethod
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, None, None, None]:
-        ctx.unit.views_of(ctx.sender)[ctx.name] += gradient
+        ctx.unit.views_of(ctx.slot)[ctx.name] += gradient
         return None, None, None, None
 
 
 @dataclass
 class _Leaf:
-    """The whole gradient of one microbatch of each sender.
+    """The whole gradient of one microbatch, (slots, elements) flattened.
 
-    `fresh` names its matrices without a contribution.
+    `fresh` names its matrices without a contribution, and `views` has the weights'
+    views of each slot.
     """
 
     full: Tensor
+    views: list[dict[str, Tensor]]
     fresh: set[str] = field(default_factory=set)
 
 
 class ExactUnit(Unit):
     """The weights of one piece on one rank, with gradients summed in the tree."""
 
-    def __init__(self, *given: Any, senders: int = 1, **terms: Any) -> None:
-        self.senders = senders
+    def __init__(
+        self,
+        *given: Any,
+        senders: int = 1,
+        time_parts: int = 0,
+        over_time: Sequence[int] = (),
+        **terms: Any,
+    ) -> None:
+        """`time_parts` of this rank, or 0; `over_time`: the cp place of each copy."""
+        self.senders, self.in_time = senders, bool(time_parts)
+        self.times = max(1, time_parts)
+        self.slots = senders * self.times
+        self.over_time = tuple(over_time)
         super().__init__(*given, **terms)
         groups = self.groups
         assert groups.copies is not None
@@ -112,27 +130,35 @@ class ExactUnit(Unit):
     @property
     def bytes(self) -> UnitBytes:
         one = super().bytes
-        return one._replace(gradient=self.senders * one.gradient)
+        return one._replace(gradient=self.slots * one.gradient)
 
-    def of_sender(self, name: str, weight: Tensor, sender: int) -> Tensor:
-        """A weight whose gradient goes to the sender's part of a leaf."""
-        y: Tensor = _ToSender.apply(weight, self, name, sender)  # type: ignore[no-untyped-call]
+    def of_slot(self, name: str, weight: Tensor, slot: int) -> Tensor:
+        """A weight whose gradient goes to a slot of the leaf."""
+        y: Tensor = _ToSlot.apply(weight, self, name, slot)  # type: ignore[no-untyped-call]
         return y
 
-    def views_of(self, sender: int) -> dict[str, Tensor]:
-        """The sender's part of the leaf that is written, by weight."""
+    def contribute_to_slot(
+        self, name: str, a: Tensor, b: Tensor, spec: MatmulSpec
+    ) -> None:
+        """Add the product of two matrices to a weight's gradient in a slot."""
+        assert spec.slot is not None
+        gradient = self.views_of(spec.slot)[name]
+        place = spec.place or (slice(None),)
+        gradient[place] += torch.mm(a, b)
+
+    def views_of(self, slot: int) -> dict[str, Tensor]:
+        """A slot of the leaf that is written, by weight."""
         assert self.bound is not None
-        part = self._parts_of(self.leaves[self.bound].full)[sender]
-        return dict(zip(self.parameters, self._views(part), strict=True))
+        return self.leaves[self.bound].views[slot]
 
-    def _take_whole(self) -> Tensor:
-        return self.pool.take(
-            self.senders * self.numel, self.precision.reduce
-        )
-
-    def _parts_of(self, full: Tensor) -> Tensor:
-        """A whole gradient as (senders, elements)."""
-        return full.view(self.senders, self.numel)
+    def _new_leaf(self) -> _Leaf:
+        size = self.slots * self.numel
+        full = self.pool.take(size, self.precision.reduce)
+        views = [
+            dict(zip(self.parameters, self._views(slot), strict=True))
+            for slot in full.view(self.slots, self.numel)
+        ]
+        return _Leaf(full, views, {*self._matrices})
 
     @property
     def is_open(self) -> bool:
@@ -145,25 +171,30 @@ class ExactUnit(Unit):
             return
         if key in self.leaves:
             leaf = self.leaves[key]
-            self._bind_gradient(self._parts_of(leaf.full)[0])
+            self._bind_gradient(leaf.full[: self.numel])
         else:
-            full = self._take_whole()
-            leaf = self.leaves[key] = _Leaf(full, {*self._matrices})
-            parts = self._parts_of(full)
-            self._bind_gradient(parts[0])
-            for parameter in self._others:
-                assert parameter.grad is not None
-                parameter.grad.zero_()
-            for run in self._padding:
-                parts[0, run].zero_()
-            parts[1:].zero_()
+            leaf = self.leaves[key] = self._new_leaf()
+            self._bind_gradient(leaf.full[: self.numel])
+            self._clear(leaf)
         self.fresh, self.bound = leaf.fresh, key
+
+    def _clear(self, leaf: _Leaf) -> None:
+        """Zero a new leaf, except the matrices of its only slot."""
+        if self.slots > 1 or self.in_time:
+            leaf.full.zero_()
+            leaf.fresh.clear()
+            return
+        for parameter in self._others:
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        for run in self._padding:
+            leaf.full[run].zero_()
 
     @torch.no_grad()
     def leaf(self, user: int, microbatch: int) -> list[dict[str, Tensor]]:
-        """One microbatch's gradient of each weight, by sender, before it is added."""
+        """One microbatch's gradient of each weight, by slot, before it is added."""
         self.open(user, microbatch)
-        found = [self.views_of(sender) for sender in range(self.senders)]
+        found = [self.views_of(slot) for slot in range(self.slots)]
         for name in self.fresh:  # no product has written it
             found[0][name].zero_()
         self.fresh.clear()
@@ -189,21 +220,22 @@ class ExactUnit(Unit):
         ((_, every),) = self.sums.pop(user).items()
         full = self._over_senders(every)
         if self.copies.size == 1:
-            return ChainedWork(Work(), lambda: self._own_part_summed(full))
+            return ChainedWork(Work(), lambda: self._times_summed(full))
         sent = self._by_rank(full)
-        received = self.pool.take(self.numel, self.precision.reduce)
+        size = self.times * self.numel
+        received = self.pool.take(size, self.precision.reduce)
         work = self.copies.all_to_all(received, sent, wait=False)
         return ChainedWork(work, lambda: self._parts_came(sent, received))
 
     def _over_senders(self, every: Tensor) -> Tensor:
-        """The sum of all senders' parts, added in the tree."""
+        """The slots of all senders, added in the tree."""
         if self.senders == 1:
             return every
-        parts = self._parts_of(every)
+        slots = every.view(self.senders, self.numel)
         for into, term in merges(self.senders):
-            parts[into] += parts[term]
+            slots[into] += slots[term]
         full = self.pool.take(self.numel, self.precision.reduce)
-        full.copy_(parts[0])
+        full.copy_(slots[0])
         self.pool.give(every)
         return full
 
@@ -215,28 +247,58 @@ class ExactUnit(Unit):
         receives the parts: so a unit never has more than two whole gradients here.
         """
         shards = self.groups.gather.size
-        if shards == 1 or self.replicas == 1:
+        apart = shards > 1 and self.replicas > 1
+        if not apart and self.times == 1:
             return full
-        sent = self.pool.take(self.numel, self.precision.reduce)
-        parts = full.view(shards, self.replicas, -1)
-        by_replica = sent.view(self.replicas, shards, -1)
-        by_replica.copy_(parts.transpose(0, 1))
+        sent = self.pool.take(self.times * self.numel, self.precision.reduce)
+        # (parts of time, shards, replicas, elements) to (replicas, shards, parts of
+        # time, elements)
+        parts = full.view(self.times, shards, self.replicas, -1)
+        by_replica = sent.view(self.replicas, shards, self.times, -1)
+        by_replica.copy_(parts.permute(2, 1, 0, 3))
         self.pool.give(full)
         return sent
 
     def _parts_came(self, full: Tensor, received: Tensor) -> None:
         """Add the parts of all ranks in the tree; the sum is this rank's part."""
-        parts = received.view(self.copies.size, -1)
-        for into, term in merges(self.copies.size):
-            parts[into] += parts[term]
-        if self.groups.gather.size == 1:
+        # (copies, parts of time, elements)
+        parts = received.view(self.copies.size, self.times, -1)
+        total = self._over_copies(parts)
+        if self.groups.gather.size == 1 and self.times == 1:
             shard = full
         else:
             shard = self.pool.take(self.part, self.precision.reduce)
             self.pool.give(full)
-        self._own_part(shard).copy_(parts[0])
+        self._own_part(shard).copy_(total)
         self.pool.give(received)
         self._own_part_summed(shard)
+
+    def _over_copies(self, parts: Tensor) -> Tensor:
+        """The sum of all copies' parts: first those of the same time."""
+        firsts: list[Tensor] = []
+        for place in sorted(set(self.over_time)):
+            same = [
+                copy for copy, at in enumerate(self.over_time) if at == place
+            ]
+            for into, term in merges(len(same)):
+                parts[same[into]] += parts[same[term]]
+            firsts += parts[same[0]].unbind()
+        for into, term in merges(len(firsts)):
+            firsts[into] += firsts[term]
+        return firsts[0]
+
+    def _times_summed(self, every: Tensor) -> None:
+        """Add the parts of time of a gradient that no other rank adds to."""
+        if self.times == 1:
+            self._own_part_summed(every)
+            return
+        parts = every.view(self.times, self.numel)
+        for into, term in merges(self.times):
+            parts[into] += parts[term]
+        full = self.pool.take(self.numel, self.precision.reduce)
+        full.copy_(parts[0])
+        self.pool.give(every)
+        self._own_part_summed(full)
 
     def _own_part_summed(self, shard: Tensor) -> None:
         """Keep a shard for `share_sums`, if the program shares sums; else accept it."""

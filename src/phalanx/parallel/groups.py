@@ -182,10 +182,13 @@ def open_groups(
         batch=batch,
         tp=_in_tree(along("tp", "tp"), layout),
         # Only neighbours in the ring send to each other.
-        ring=world.split(
-            prefix + "ring",
-            mesh.groups(["cp.ring"]),
-            around(mesh.of("cp.ring")),
+        ring=_in_tree(
+            world.split(
+                prefix + "ring",
+                mesh.groups(["cp.ring"]),
+                around(mesh.of("cp.ring")),
+            ),
+            layout,
         ),
         ulysses=along("ulysses", "cp.ulysses"),
         ep=along("ep", *layout.expert_axes),

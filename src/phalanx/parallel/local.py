@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,25 @@ from .preference import preference_loss
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
 
+class ExactPlace(NamedTuple):
+    """A rank's place among those that see other tokens, in a layout of `exact`."""
+
+    ranks: int  # with other sequences
+    rank: int
+    time_parts: int  # of all ranks
+    own: slice  # the parts of time that this rank computes
+
+
+def exact_place(layout: Layout, at: Mapping[str, int]) -> ExactPlace | None:
+    """The place of the rank at these coordinates, or None."""
+    if not layout.exact:
+        return None
+    parts = layout.time_parts
+    each = parts // layout.cp
+    own = slice(at["cp"] * each, (at["cp"] + 1) * each)
+    return ExactPlace(layout.data, at["data"], parts, own)
+
+
 @dataclass(frozen=True, eq=False)
 class LocalModel:
     """One rank's pieces, units by number (`Model.unit_of`), groups and buffer pool."""
@@ -42,8 +61,7 @@ class LocalModel:
     exchange: Exchange  # sends tokens to the ranks that share experts
     pool: BufferPool
     coordinates: dict[str, int]  # the rank's place on each axis
-    # In a layout of `exact`: the ranks that see other sequences; otherwise 0.
-    exact_data: int
+    exact_place: ExactPlace | None  # None: the layout is not `exact`
     # Makes empty tensors in the shapes of a piece's inputs.
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]
     # Tensors derived from a microbatch, by the names under which this rank's pieces
@@ -179,7 +197,7 @@ def build_local(
         Exchange(groups.ep, groups.routes, _pieces_of_experts(program)),
         pool,
         at,
-        layout.data if layout.exact else 0,
+        exact_place(layout, at),
         partial(_edge, model, layout, precision.compute, world.device),
         derived,
         draw,
@@ -237,6 +255,7 @@ class _UnitMaker:
         self.pool, self.precision, self.weights = pool, precision, weights
         self.count = len(model.pieces)
         self.at_host, self.exact = layout.weights_on_host, layout.exact
+        self.mesh, self.time_parts = layout.mesh, own_time_parts(layout)
         own = {unit for piece in role.pieces for unit in program.units(piece)}
         experts = [piece + self.count for piece in role.pieces]
         # The numbers of this rank's units: those of its pieces, and those of their
@@ -287,7 +306,16 @@ class _UnitMaker:
             # Experts meet the tokens of all ranks that share them.
             routed = any("experts" in each for each in dims)
             senders = self.groups.ep.size if routed else 1
-            return ExactUnit(*given, senders=senders, **terms)
+            assert groups.copies is not None
+            at = [self.mesh.coordinates(r) for r in groups.copies.ranks]
+            places = [each.get("cp", 0) for each in at]
+            return ExactUnit(
+                *given,
+                senders=senders,
+                time_parts=self.time_parts,
+                over_time=places,
+                **terms,
+            )
         # 8-bit gathers only save something where a gather has other ranks to reach.
         in_8_bits = self.narrow & {weight.name for weight in weights}
         if in_8_bits and groups.gather.size > 1:
@@ -398,7 +426,14 @@ def _piece(
         splits=role.splits,
         offloads=role.offloads,
         compiled=compiled,
+        time_parts=own_time_parts(layout),
     )
+
+
+def own_time_parts(layout: Layout) -> int:
+    """The parts of a sequence that a rank computes apart; 0: it does not."""
+    parts = layout.time_parts
+    return parts // layout.cp if parts > 1 else 0
 
 
 def _place(

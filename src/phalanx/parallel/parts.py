@@ -50,6 +50,12 @@ class _Spread(torch.autograd.Function):
         return add_in_tree(gradients), None
 
 
+def spread(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """`count` times x, whose gradients are added in the tree."""
+    copies: tuple[Tensor, ...] = _Spread.apply(x, count)  # type: ignore[no-untyped-call]
+    return copies
+
+
 class _SpreadWeight(torch.autograd.Function):
     """A weight for several parts, of which other ranks of a group compute some.
 
@@ -82,7 +88,7 @@ class _TimeParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
-        return _parts_of_time(x, count)
+        return _cut_time(x, count)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -103,10 +109,10 @@ class _JoinTime(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return _parts_of_time(gradient, ctx.count)
+        return _cut_time(gradient, ctx.count)
 
 
-def _parts_of_time(x: Tensor, count: int) -> tuple[Tensor, ...]:
+def _cut_time(x: Tensor, count: int) -> tuple[Tensor, ...]:
     parts = x.chunk(count, 1)
     return tuple(
         part.clone(memory_format=torch.contiguous_format) for part in parts
@@ -155,12 +161,24 @@ class Shared:
         return found
 
 
+def parts_of_time(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Equal parts (B, T / count, ...) of x (B, T, ...), each contiguous."""
+    parts: tuple[Tensor, ...] = _TimeParts.apply(x, count)  # type: ignore[no-untyped-call]
+    return parts
+
+
+def join_time(parts: Sequence[Tensor]) -> Tensor:
+    """Parts of time, joined again."""
+    x: Tensor = _JoinTime.apply(*parts)  # type: ignore[no-untyped-call]
+    return x
+
+
 # A module's table of parameters, buffers or attributes; a key of it; a value.
-_Swap = tuple[dict[str, Any], str, Any]
+Swap = tuple[dict[str, Any], str, Any]
 
 
 @contextmanager
-def _swapped(swaps: Sequence[_Swap]) -> Iterator[None]:
+def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
     """A context in which entries of tables have other values."""
     before = [table.get(key) for table, key, _ in swaps]
     for table, key, value in swaps:
@@ -192,23 +210,38 @@ class InParts:
         self.biases: list[tuple[nn.Module, OverTime]] = []
 
     def __call__(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
-        count = self.parts.count
-        inputs = _Spread.apply(self.fork(x), count)  # type: ignore[no-untyped-call]
+        run = partial(self._plain, args, named)
+        return self.joined(self.each(run, self.inputs(x)))
+
+    def _plain(self, args: Any, named: Any, x: Tensor) -> Tensor:
+        y: Tensor = self.plain(x, *args, **named)
+        return y
+
+    def inputs(self, x: Tensor) -> Sequence[Tensor]:
+        """The input of each part."""
+        return spread(self.fork(x), self.parts.count)
+
+    def each(self, run: Run, inputs: Sequence[Tensor]) -> list[Any]:
+        """The results of `run` on the input of each part, with the part's weights."""
         by_part = [self._swaps(shared) for shared in self.shared]
-        hidden: list[_Swap] = [
+        hidden: list[Swap] = [
             (module._parameters, "bias", None) for module, _ in self.biases
         ]
-        found: list[Tensor] = []
+        found: list[Any] = []
         for number, each in enumerate(inputs):
             swaps = [swap[number] for swap in by_part]
-            with _swapped([*swaps, *hidden]):
-                found.append(self.plain(each, *args, **named))
+            with swapped([*swaps, *hidden]):
+                found.append(run(each))
+        return found
+
+    def joined(self, found: Sequence[Tensor]) -> Tensor:
+        """The sum of the parts' outputs over all ranks, with the last bias."""
         y: Tensor = self.join(add_in_tree(found))
         for _, add in self.biases:
             y = add(y)
         return y
 
-    def _swaps(self, shared: Shared) -> list[_Swap]:
+    def _swaps(self, shared: Shared) -> list[Swap]:
         """The entry of a module's tables that each part sees."""
         module, key = shared.module, shared.key
         own: Any = module.__dict__
@@ -255,7 +288,7 @@ class OverTime:
         self.shared = [Shared(module, key, places, group) for key in keys]
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
-        inputs = _TimeParts.apply(x, self.count)  # type: ignore[no-untyped-call]
+        inputs = parts_of_time(x, self.count)
         by_part = [shared.values() for shared in self.shared]
         tables: list[Any] = [each.module._parameters for each in self.shared]
         found: list[Tensor] = []
@@ -266,7 +299,6 @@ class OverTime:
                     tables, self.shared, by_part, strict=True
                 )
             ]
-            with _swapped(swaps):
+            with swapped(swaps):
                 found.append(self.plain(part, *args))
-        y: Tensor = _JoinTime.apply(*found)  # type: ignore[no-untyped-call]
-        return y
+        return join_time(found)

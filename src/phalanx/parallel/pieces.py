@@ -45,6 +45,7 @@ from .preference import PreferenceHead, PreferenceLoss
 from .products import MatmulSpec, Place, into_input, multiply
 from .recompute import Selected, giving, keeping
 from .tensor import RowLinear, VocabularyCrossEntropy
+from .time_parts import run_in_time
 from .works import ChainedWork
 
 Bundle = dict[str, Tensor]
@@ -151,7 +152,10 @@ def _contribute(
         return
     # x: (tokens, in), gradient: (tokens, out)
     x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
-    if spec.place is not None:
+    if spec.slot is not None:
+        assert isinstance(unit, ExactUnit)
+        unit.contribute_to_slot(name, gradient.mT, x, spec)
+    elif spec.place is not None:
         unit.contribute_part(name, gradient.mT, x, spec.place)
     elif spec.transposed:
         unit.contribute(name, x.mT, gradient)
@@ -320,6 +324,7 @@ class Piece:
         splits: bool = False,
         offloads: bool = False,
         compiled: CompiledModule | None = None,
+        time_parts: int = 0,
     ) -> None:
         self.module, self.units, self.takes = (
             module,
@@ -359,7 +364,7 @@ class Piece:
         # The head's matmul and an adapter's thin ones would lose more accuracy in 8
         # bits than they gain.
         narrow = set() if first or last else set(narrowable(module))
-        chunked = self._chunked_output()
+        chunked = self._chunked_output(time_parts)
         for child in module.modules():
             if isinstance(child, ExpertProducts):
                 unit = self.owners[child.up][0]
@@ -398,6 +403,9 @@ class Piece:
                     factor = _Factor(own.weight, unit, name, spec)
                     own.weight_product = self._product(factor)
 
+        if time_parts:
+            run_in_time(module, self.owners, time_parts)
+
     def _of_sender(
         self, child: ExpertProducts
     ) -> Callable[[str, Tensor, int], Tensor]:
@@ -409,14 +417,14 @@ class Piece:
         def weight_of(key: str, weight: Tensor, sender: int) -> Tensor:
             unit, name = names[key]
             assert isinstance(unit, ExactUnit)
-            return unit.of_sender(name, weight, sender)
+            return unit.of_slot(name, weight, sender)
 
         return weight_of
 
-    def _chunked_output(self) -> nn.Module | None:
+    def _chunked_output(self, time_parts: int) -> nn.Module | None:
         """The output projection of a head whose loss makes the logits by chunks."""
         name = chunked_child(self.module)
-        if not name or self.first or self.compiled:
+        if not name or self.first or self.compiled or time_parts:
             return None
         output = self.module.get_submodule(name)
         plain = type(output) is nn.Linear and output.bias is None
@@ -427,11 +435,14 @@ class Piece:
         weight = factor.weight
 
         def product(
-            x: Tensor, bias: Tensor | None = None, place: Place | None = None
+            x: Tensor,
+            bias: Tensor | None = None,
+            place: Place | None = None,
+            slot: int | None = None,
         ) -> Tensor:
             spec = factor.spec
-            if place is not None:
-                spec = spec._replace(place=place)
+            if place is not None or slot is not None:
+                spec = spec._replace(place=place, slot=slot)
             # If the input needs no gradient, autograd would not reach the product's
             # backward.
             if (

@@ -560,13 +560,13 @@ class Executor:
         self._watch(ops.FORWARD, self.program.pieces - 1, y)
         # Every tp rank computes the same loss; count it once.
         if self.local.groups.tp.rank == 0:
-            self.loss += y
+            self.loss += y.sum()  # of all parts of time
 
     def _take_loss(self, microbatch: int, y: Tensor) -> None:
         """Add a microbatch's loss, whose value is there now."""
         self._add_loss(y)
         if self.local.groups.tp.rank == 0:
-            self.totals.record(microbatch, 0, y.view(1))
+            self.totals.record(microbatch, 0, y.view(1, -1))
 
     def _recompute(self, op: Op) -> None:
         p, m = op.piece, op.index
@@ -923,7 +923,7 @@ def _result_fields(read: Mapping[str, float]) -> dict[str, Any]:
 def _refuse_other_sums(local: LocalModel, program: Program) -> None:
     """Raise if a program adds gradients in the tree and the units do not, or reverse."""
     # Not by the rank's units: all of them may be frozen.
-    exact = bool(local.exact_data)
+    exact = local.exact_place is not None
     trains = any(
         op.kind in ops.FIRST_SUMS for row in program.rows for op in row
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..parallel import Unit
-from ..parallel.local import LocalModel
+from ..parallel.local import ExactPlace, LocalModel
 
 _SHORT = 1024  # elements of a run whose norm is computed in float32
 _EXPONENTS = 256  # of float32
@@ -40,7 +40,10 @@ class Totals:
         """
 
     def record(self, microbatch: int, first: int, values: Tensor) -> None:
-        """Note values of a microbatch's loss, from the first of them on."""
+        """Note values of a microbatch's loss, from the first of them on.
+
+        They are (values, parts of time), or (values,) of the whole sequence.
+        """
 
     def counts(self, each: Tensor) -> Tensor:
         """The numbers to reduce for counts (kind, microbatch)."""
@@ -77,23 +80,28 @@ class Totals:
 class ExactTotals(Totals):
     """Sums over ranks that have the same bits in every layout."""
 
-    def __init__(self, device: torch.device, ranks: int, rank: int) -> None:
-        """`rank` of `ranks` with sequences of their own."""
+    def __init__(self, device: torch.device, place: ExactPlace) -> None:
         super().__init__(device)
-        self.ranks, self.rank = ranks, rank
+        self.place = place
 
     def begin(self, microbatches: int, losses: int) -> None:
-        size = losses, microbatches
+        own = self.place.own
+        size = losses, own.stop - own.start, microbatches
         self.losses = torch.zeros(
             size, dtype=torch.float64, device=self.device
         )
 
     def record(self, microbatch: int, first: int, values: Tensor) -> None:
         stop = first + len(values)
-        self.losses[first:stop, microbatch] = values
+        self.losses[first:stop, :, microbatch] = values.view(len(values), -1)
 
     def counts(self, each: Tensor) -> Tensor:
-        return self._in_slots(each)
+        # Whole numbers, whose sums are the same in every order.
+        counts = each.new_zeros(
+            each.shape[0], self.losses.shape[1], each.shape[1]
+        )
+        counts[:, 0] = each
+        return self._in_slots(counts)
 
     def counted(self, reduced: Tensor, kinds: int) -> Tensor:
         return sum_in_tree(reduced.view(kinds, -1))
@@ -132,20 +140,19 @@ class ExactTotals(Totals):
         return squares.view(1), self.summed_losses(reduced[size:])
 
     def _in_slots(self, own: Tensor) -> Tensor:
-        """Own numbers (kind, microbatch) among those of all ranks, flattened."""
-        kinds, count = own.shape
-        size = kinds, self.ranks, count
+        """Own numbers (kind, part of time, microbatch) among all ranks', flattened."""
+        place = self.place
+        kinds, _, count = own.shape
+        size = kinds, place.time_parts, place.ranks, count
         every = torch.zeros(size, dtype=torch.float64, device=self.device)
-        every[:, self.rank] = own
+        every[:, place.own, place.rank] = own.double()
         return every.view(-1)
 
 
 def totals_of(local: LocalModel) -> Totals:
     """The sums over ranks of a rank's part of a model."""
-    device, ranks = local.pool.device, local.exact_data
-    if not ranks:
-        return Totals(device)
-    return ExactTotals(device, ranks, local.coordinates["data"])
+    device, place = local.pool.device, local.exact_place
+    return Totals(device) if place is None else ExactTotals(device, place)
 
 
 def sum_in_tree(x: Tensor) -> Tensor:

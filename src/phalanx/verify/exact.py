@@ -44,8 +44,11 @@ from .verify import (
 )
 
 PRECISIONS = (FP32, BF16)
-# one microbatch's gradient of each weight, by weight, piece's name and microbatch
-Gradients = dict[tuple[str, str, int], Tensor]
+# of products, and of the sequence
+Parts = tuple[int, int]
+# one microbatch's gradient of each weight, by weight, piece's name, microbatch and part
+# of time
+Gradients = dict[tuple[str, str, int, int], Tensor]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -55,7 +58,7 @@ class Bits:
 
     program: Program
     trace: Trace
-    # of each step, by weight, piece's name and microbatch
+    # of each step
     leaves: tuple[Gradients, ...]
     microbatches: int  # of all ranks
     # of the pieces; a block with experts may be several
@@ -79,7 +82,7 @@ class Bits:
                 # Only ranks of one tp have leaves of the same microbatch: parts of
                 # them, or copies.
                 _put(own, leaves[step], names)
-                users |= {(w, names[p]): p for w, p, _ in own}
+                users |= {(w, names[p]): p for w, p, _, _ in own}
         count = layout.data * layout.microbatches
         trace = join(seen, steps)
         every = tuple(leaves)
@@ -88,8 +91,8 @@ class Bits:
 
 def _put(own: Leaves, whole: Gradients, names: Sequence[str]) -> None:
     """Put a rank's parts of gradients into whole ones, which begin as NaN."""
-    for (name, piece, m), (weight, gradient) in own.items():
-        key = name, names[piece], m
+    for (name, piece, *at), (weight, gradient) in own.items():
+        key = (name, names[piece], *at)
         if key not in whole:
             whole[key] = gradient.new_full(weight.shape, torch.nan)
         held = tuple(slice(cut.stop - cut.start) for cut in weight.cuts)
@@ -121,7 +124,7 @@ def verify_exact(
         refuse_unfit(make(), layout)
 
     @cache
-    def setting_of(microbatches: int, name: str, parts: int) -> Setting:
+    def setting_of(microbatches: int, name: str, parts: Parts) -> Setting:
         precision = precision_of(name)
         batch = exact_batch(one_process(microbatches, name, parts))
         sized = replace(shape, batch=batch)
@@ -143,14 +146,14 @@ def verify_exact(
         return with_loss_scale(make, setting)
 
     @cache
-    def alone(microbatches: int, name: str, parts: int) -> Bits:
+    def alone(microbatches: int, name: str, parts: Parts) -> Bits:
         one = one_process(microbatches, name, parts)
         setting = setting_of(microbatches, name, parts)
         with worlds_over(THREADS)(1) as run:
             return _bits(run, one, make, setting)
 
     @cache
-    def wrong_alone(microbatches: int, name: str, parts: int) -> str:
+    def wrong_alone(microbatches: int, name: str, parts: Parts) -> str:
         terms = microbatches, name, parts
         trace = alone(*terms).trace
         return _wrong_alone(
@@ -168,7 +171,8 @@ def verify_exact(
                     yield _verdict(layout, wrong)
                     continue
                 count = layout.data * layout.microbatches
-                terms = count, layout.precision, layout.exact
+                parts = layout.exact, layout.time_parts
+                terms = count, layout.precision, parts
                 setting, known = setting_of(*terms), partial(alone, *terms)
                 verdict = _compared(run, layout, make, setting, known)
                 if verdict.passed:
@@ -176,14 +180,16 @@ def verify_exact(
                 yield verdict
 
 
-def one_process(microbatches: int, precision: str, parts: int) -> Layout:
-    """The layout of one process that runs so many microbatches."""
+def one_process(microbatches: int, precision: str, parts: Parts) -> Layout:
+    """The layout of one process that runs so many microbatches, in equal parts."""
+    of_products, of_time = parts
     return Layout(
         Mesh(),
         schedule=ACCUM,
         microbatches=microbatches,
         precision=precision,
-        exact=parts,
+        exact=of_products,
+        time_parts=of_time,
     )
 
 
@@ -192,7 +198,8 @@ def _wrong_alone(
 ) -> str:
     """The first difference between the one process and plain torch, or ""."""
     known = truth_of(make, setting)
-    whole = one.exact == 1  # sums of parts of a product are not replayed
+    # Sums of parts are not replayed.
+    whole = one.exact == one.time_parts == 1
     if whole and can_be_replayed(one, make(), setting):
         replayed = replay(make, setting, rounding_of(one))
         known = replace(known, replay=replayed)
@@ -304,9 +311,10 @@ def _leaves(got: Bits, mine: Gradients, known: Gradients) -> Iterator[str]:
     kind = ops.BACKWARD if whole else ops.WEIGHT_GRADIENT
     places = {name: place for place, name in enumerate(got.names)}
     order = sorted(known, key=lambda leaf: (leaf[2], -places[leaf[1]]))
-    for name, user, m in order:
-        there = known[name, user, m]
-        here = mine.get((name, user, m))
+    for key in order:
+        name, user, m, _ = key
+        there = known[key]
+        here = mine.get(key)
         piece = got.users.get((name, user), places[user])
         if here is None:
             yield f"{_at(got, kind, piece, m)} adds no gradient of {name}"

@@ -170,6 +170,7 @@ def trial_layout(layout: Layout) -> Layout:
         compile="",
         # The trial is in float64, which `exact` does not cover.
         exact=0,
+        time_parts=1,
         recompute=recompute,
         stages=(),
     )

@@ -212,8 +212,15 @@ def resumed_layout(layout: Layout) -> Layout:
 
 def _computing(layout: Layout, precision: str, matmul: str) -> Layout:
     """Return the layout in another precision."""
-    exact = layout.exact if precision in COVERED else 0
-    return replace(layout, precision=precision, matmul=matmul, exact=exact)
+    exact = (layout.exact, layout.time_parts)
+    parts, runs = exact if precision in COVERED else (0, 1)
+    return replace(
+        layout,
+        precision=precision,
+        matmul=matmul,
+        exact=parts,
+        time_parts=runs,
+    )
 
 
 def verify_run(

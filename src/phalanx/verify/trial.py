@@ -20,7 +20,7 @@ from ..layout.choices import SCHEDULES, SEARCHED
 from ..models import RoutingPart
 from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
 from ..parallel.experts import cut_blocks
-from ..parallel.local import LocalModel, build_local
+from ..parallel.local import LocalModel, build_local, own_time_parts
 from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight
 from ..program import Op, Program, StepOptions, Timeline, ops
@@ -115,8 +115,8 @@ class Leaf(NamedTuple):
     gradient: Tensor
 
 
-# by weight, piece and microbatch of the step
-Leaves = dict[tuple[str, int, int], Leaf]
+# by weight, piece, microbatch of the step and part of time
+Leaves = dict[tuple[str, int, int, int], Leaf]
 # tokens of a piece's output, and one number (or the experts) for each of them
 Output = tuple[Tensor, Tensor]
 
@@ -181,11 +181,14 @@ class _Recorder:
             weights = {weight.name: weight for weight in unit.order}
             # Ranks of ep are neighbours, and the first of them is the first sender.
             first = data // unit.senders * unit.senders
-            for sender, gradients in enumerate(unit.leaf(user, m)):
+            time = local.coordinates["cp"] * unit.times
+            for slot, gradients in enumerate(unit.leaf(user, m)):
+                sender = slot if unit.senders > 1 else 0
                 microbatch = (first + sender) * own + m
+                at = microbatch, time + slot - sender
                 for name, gradient in gradients.items():
                     leaf = Leaf(weights[name], gradient.cpu().clone())
-                    self.leaves[name, user, microbatch] = leaf
+                    self.leaves[name, user, *at] = leaf
         return self.add(op)
 
 
@@ -201,6 +204,7 @@ class _Tracer:
         self.done: set[tuple[int, int]] = set()
         self.breaches: list[str] = []
         self.parts = layout.tp if layout.seq else 1
+        self.times = max(1, own_time_parts(layout))
         self.tp = local.coordinates["tp"]
         # Under tp without seq every rank has the same outputs, and the first rank
         # records them.
@@ -251,12 +255,14 @@ class _Tracer:
                     each if own else each.chunk(self.parts, 1)[self.tp]
                 )
             # Recomputation runs the forward again: only the first counts.
-            if (number, microbatch) not in self.done and y.dim():
+            if (number, microbatch) not in self.done and y.dim() > 1:
                 self.done.add((number, microbatch))
                 tokens = batch[TOKEN]
                 # With seq, tp ranks have parts of the sequence.
                 if tokens.dim() > 1:
-                    tokens = tokens.chunk(self.parts, 1)[self.tp]
+                    runs = tokens.chunk(self.times, 1)
+                    own = [run.chunk(self.parts, 1)[self.tp] for run in runs]
+                    tokens = torch.cat(own, 1)
                 numbers = project(y)
                 valid = tokens > 0
                 seen = tokens[valid].cpu() - 1, numbers[valid].cpu()
