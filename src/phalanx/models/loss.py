@@ -80,6 +80,8 @@ class ChunkedLogits(NamedTuple):
     weight: nn.Parameter  # (words, in)
     contribute: Callable[..., None] | None
     cap: float = 0.0
+    # True: the loss has its value after the forward. The backward makes the logits again.
+    at_once: bool = False
 
 
 Logits = Tensor | ChunkedLogits
@@ -520,7 +522,8 @@ def token_loss(
     """
     if not isinstance(logits, ChunkedLogits):
         return token_losses(logits, targets, words, z).sum()
-    if not (torch.is_grad_enabled() and logits.x.requires_grad):
+    later = torch.is_grad_enabled() and logits.x.requires_grad
+    if logits.at_once or not later:
         return token_losses(logits, targets, words, z).sum()
     x, flat = logits.x.flatten(0, -2), targets.flatten()
     loss: Tensor = _ChunkedLoss.apply(x, flat, logits, _Terms(words, z))  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ from ..comm import Work
 from ..program.tree import completed, merges
 from .data import Unit, UnitBytes, numel_of
 from .groups import UnitGroups
-from .products import MatmulSpec
+from .products import Place
 from .tensor import Weight
 from .works import ChainedWork
 
@@ -138,13 +138,11 @@ class ExactUnit(Unit):
         return y
 
     def contribute_to_slot(
-        self, name: str, a: Tensor, b: Tensor, spec: MatmulSpec
+        self, name: str, a: Tensor, b: Tensor, slot: int, place: Place | None
     ) -> None:
-        """Add the product of two matrices to a weight's gradient in a slot."""
-        assert spec.slot is not None
-        gradient = self.views_of(spec.slot)[name]
-        place = spec.place or (slice(None),)
-        gradient[place] += torch.mm(a, b)
+        """Add the product of two matrices to (a part of) a weight's gradient."""
+        gradient = self.views_of(slot)[name]
+        gradient[place or (slice(None),)] += torch.mm(a, b)
 
     def views_of(self, slot: int) -> dict[str, Tensor]:
         """A slot of the leaf that is written, by weight."""

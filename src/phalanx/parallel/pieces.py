@@ -154,7 +154,7 @@ def _contribute(
     x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
     if spec.slot is not None:
         assert isinstance(unit, ExactUnit)
-        unit.contribute_to_slot(name, gradient.mT, x, spec)
+        unit.contribute_to_slot(name, gradient.mT, x, spec.slot, spec.place)
     elif spec.place is not None:
         unit.contribute_part(name, gradient.mT, x, spec.place)
     elif spec.transposed:
@@ -269,20 +269,30 @@ def chunked_child(module: nn.Module) -> str:
 
 
 def _by_chunks(
-    weight: nn.Parameter, unit: Unit, name: str, x: Tensor, bias: None
+    weight: nn.Parameter,
+    unit: Unit,
+    name: str,
+    x: Tensor,
+    bias: None,
+    slot: int | None = None,
 ) -> ChunkedLogits:
     """The product of an output projection, left to the loss."""
+    # The losses of several parts of time are joined after the forward.
+    in_time = slot is not None
     if unit.frozen:
-        return ChunkedLogits(x, weight, None)
+        return ChunkedLogits(x, weight, None, at_once=in_time)
 
     def contribute(a: Tensor, b: Tensor, rows: slice | None = None) -> None:
         """Add a product to the gradient of all rows or of some."""
-        if rows is None:
+        if slot is not None:
+            assert isinstance(unit, ExactUnit)
+            unit.contribute_to_slot(name, a, b, slot, rows and (rows,))
+        elif rows is None:
             unit.contribute(name, a, b)
         else:
             unit.contribute_part(name, a, b, (rows,))
 
-    return ChunkedLogits(x, weight, contribute)
+    return ChunkedLogits(x, weight, contribute, at_once=in_time)
 
 
 class _Linear(nn.Linear):
@@ -364,7 +374,7 @@ class Piece:
         # The head's matmul and an adapter's thin ones would lose more accuracy in 8
         # bits than they gain.
         narrow = set() if first or last else set(narrowable(module))
-        chunked = self._chunked_output(time_parts)
+        chunked = self._chunked_output()
         for child in module.modules():
             if isinstance(child, ExpertProducts):
                 unit = self.owners[child.up][0]
@@ -421,10 +431,10 @@ class Piece:
 
         return weight_of
 
-    def _chunked_output(self, time_parts: int) -> nn.Module | None:
+    def _chunked_output(self) -> nn.Module | None:
         """The output projection of a head whose loss makes the logits by chunks."""
         name = chunked_child(self.module)
-        if not name or self.first or self.compiled or time_parts:
+        if not name or self.first or self.compiled:
             return None
         output = self.module.get_submodule(name)
         plain = type(output) is nn.Linear and output.bias is None

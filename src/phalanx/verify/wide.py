@@ -84,6 +84,7 @@ NARROW = {
     "parallel/context.py:ring_gradients": "_to_copy",
     "parallel/data.py:Unit.contribute": "mm",
     "parallel/data.py:Unit.contribute_part": "mm",
+    "parallel/exact.py:ExactUnit.contribute_to_slot": "mm",
     "parallel/data.py:Unit.gather": "_to_copy",
     "parallel/data.py:Unit.load": "copy_",
     "parallel/data.py:Unit.refresh": "copy_",
