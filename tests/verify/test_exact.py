@@ -14,6 +14,7 @@ from phalanx.layout.choices import BF16, FP16, FP32
 from phalanx.models import ExpertProducts
 from phalanx.parallel import exact as units
 from phalanx.parallel.exact import ExactUnit
+from phalanx.parallel.local import ExactPlace
 from phalanx.train import totals
 from phalanx.train.totals import (
     ExactTotals,
@@ -239,7 +240,8 @@ def test_a_value_that_is_not_finite_makes_the_norm_so(value: float) -> None:
         def counted(self) -> Sequence[torch.Tensor]:
             return [torch.tensor([1.0, value, 2.0])]
 
-    totals = ExactTotals(torch.device("cpu"), ranks=1, rank=0)
+    alone = ExactPlace(ranks=1, rank=0, time_parts=1, own=slice(0, 1))
+    totals = ExactTotals(torch.device("cpu"), alone)
     totals.begin(1, 1)
     unit: Any = One()
     reduced = totals.own([totals.squares(unit)], torch.zeros(1))

@@ -97,7 +97,9 @@ def test_sizes_of_several_blocks_of_a_product_have_them_too() -> None:
     assert not differences(shape, "tp2 seq exact:4", FP32, dropout=0.1)
 
 
-@pytest.mark.parametrize("text", ["exact:4", "tp2 seq exact:4"])
+@pytest.mark.parametrize(
+    "text", ["exact:4", "tp2 seq exact:4", "exact:1x4", "cp2 tp2 exact:2x2"]
+)
 @pytest.mark.parametrize("model", ["gqa", "gpt"])
 def test_products_in_parts_have_the_gradients_of_plain_torch(
     model: str, text: str

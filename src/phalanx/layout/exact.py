@@ -42,6 +42,15 @@ def held_runs(x: Layout, cp: int) -> list[int]:
     return folded(x.time_parts)[cp * own : (cp + 1) * own]
 
 
+def exact_word(x: Layout) -> str:
+    """The word of a layout with its numbers of parts, such as exact:4x2; or ""."""
+    if x.time_parts > 1:
+        return f"{EXACT}:{x.exact}x{x.time_parts}"
+    if x.exact > 1:
+        return f"{EXACT}:{x.exact}"
+    return EXACT if x.exact else ""
+
+
 def uncovered(x: Layout) -> list[str]:
     """Every reason why this layout cannot give the bits of one process."""
     found = [*_unsplit(x), *_unsplit_time(x), *_shared_experts(x)]
@@ -71,7 +80,7 @@ def uncovered(x: Layout) -> list[str]:
 def _unsplit_time(x: Layout) -> list[str]:
     """Explain why runs of a sequence cannot be divided among ranks, or return []."""
     parts, cp = x.time_parts, x.mesh.of("cp")
-    word = f"{EXACT}:{x.exact}x{parts}"
+    word = exact_word(x)
     if parts & (parts - 1):
         lower = 1 << parts.bit_length() - 1
         return [
@@ -85,7 +94,7 @@ def _unsplit_time(x: Layout) -> list[str]:
         ]
     if parts % cp:
         return [
-            f"exact with cp{cp}: each rank computes whole runs of the sequence. Write"
+            f"{word} with cp{cp}: each rank computes whole runs of the sequence. Write"
             f" exact:{x.exact}x{cp}, or exact:{x.exact}x{2 * cp}"
         ]
     names = [axis.name for axis in x.mesh.axes]
@@ -138,9 +147,8 @@ def _unsplit(x: Layout) -> list[str]:
             f"exact does not cover tp{tp}: the parts of a product are added in pairs."
             " Use tp2, tp4 or tp8"
         ]
-    word = EXACT if parts == 1 else f"{EXACT}:{parts}"
     return [
-        f"{word} with tp{tp}: each rank computes whole parts of a product. Write"
+        f"{exact_word(x)} with tp{tp}: each rank computes whole parts of a product. Write"
         f" exact:{tp}, or exact:{2 * tp}"
     ]
 
@@ -203,8 +211,7 @@ def uncut_time(x: Layout, s: Shape) -> tuple[str, str] | None:
     }
     for which, has_it in uncompared.items():
         if has_it:
-            word = f"{EXACT}:{x.exact}x{x.time_parts}"
-            what = f"{word} does not cover {which} yet: its bits have not been compared."
+            what = f"{exact_word(x)} does not cover {which} yet: its bits have not been compared."
             return what, "Use exact without parts of the sequence, and no cp."
     return None
 

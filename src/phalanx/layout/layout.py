@@ -22,7 +22,7 @@ from .choices import (
     near_word,
     traits,
 )
-from .exact import EXACT, uncovered
+from .exact import EXACT, exact_word, uncovered
 from .hash_once import hash_once, state_without_hash
 from .mesh import AXES, Axis, LayoutError, Mesh
 from .rules import AXIS_OF
@@ -295,10 +295,7 @@ class Layout:
             "compile" if self.compile == COMPILE else f"compile:{self.compile}"
         )
         words += [compiled] * bool(self.compile)
-        parts = f":{self.exact}" if self.exact > 1 else ""
-        if self.time_parts > 1:
-            parts = f":{self.exact}x{self.time_parts}"
-        words += [EXACT + parts] * (self.exact > 0)
+        words += [exact_word(self)] * bool(self.exact)
         return " ".join(words)
 
 

@@ -16,7 +16,14 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
-from ..layout.exact import EXPERTS_IN_PARTS, no_subtree, unequal_parts
+from ..layout.exact import (
+    EXPERTS_IN_PARTS,
+    exact_word,
+    no_subtree,
+    split_heads,
+    uncut_time,
+    unequal_parts,
+)
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core, ExpertProducts, LoraLinear
 from ..models.decoder import Block, Embed, Head
@@ -49,7 +56,8 @@ def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
         # Layouts with the same key differ in sizes alone, and no misfit depends on
         # sizes, except the number of parts in `exact`.
         cp = layout.mesh.of("cp.ring") > 1, layout.mesh.of("cp.ulysses") > 1
-        words = bool(layout.compile), layout.exact
+        parts = layout.exact, layout.time_parts
+        words = bool(layout.compile), *parts
         key = layout.tp > 1, layout.seq, *cp, *words
         if key not in known:
             known[key] = not misfits(model, layout) and not mixing(
@@ -79,7 +87,7 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
         wrong.append(" ".join(apart))
     if layout.exact > 1 and _has_experts(model):
         wrong.append(EXPERTS_IN_PARTS)
-    elif layout.exact > 1:
+    elif layout.exact > 1 or layout.time_parts > 1:
         wrong += _without_parts(model, layout)
     noisy: list[str] = []
     for prefix, piece in model.pieces:
@@ -113,11 +121,17 @@ def _without_parts(model: Model, layout: Layout) -> Iterator[str]:
         kind = "LoRA" if any(adapters) else type(piece).__name__
         if kind == "LoRA" or type(piece) not in covered:
             yield (
-                f"exact:{layout.exact} does not cover {kind} in {name} yet: its"
-                " products have not been compared in parts. Use exact, without tp."
+                f"{exact_word(layout)} does not cover {kind} in {name} yet: its"
+                " products have not been compared in parts. Use exact, without tp and cp."
             )
             return
     if model.shape is not None:
+        for reason in (
+            uncut_time(layout, model.shape),
+            split_heads(layout, model.shape),
+        ):
+            if reason is not None:
+                yield " ".join(reason)
         for what, way_out in unequal_parts(layout, model.shape):
             yield f"{what} {way_out}"
 
