@@ -221,7 +221,9 @@ class InParts:
         """The input of each part."""
         return spread(self.fork(x), self.parts.count)
 
-    def each(self, run: Run, inputs: Sequence[Tensor]) -> list[Any]:
+    def each(
+        self, run: Callable[..., Any], inputs: Sequence[Tensor]
+    ) -> list[Any]:
         """The results of `run` on the input of each part, with the part's weights."""
         by_part = [self._swaps(shared) for shared in self.shared]
         hidden: list[Swap] = [

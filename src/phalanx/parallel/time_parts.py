@@ -120,12 +120,12 @@ class AttentionInTime:
         noises = parts_of(noise, self.count)
         found: list[Tensor] = []
         for number, own in enumerate(zip(*outputs, strict=True)):
-            run = partial(self.attention.merged, noise=noises[number])
+            merged = partial(self.attention.merged, noise=noises[number])
             with self.weights.of_part(number):
-                found.append(self._merged(run, own))
+                found.append(self._merged(merged, own))
         return join_time(found)
 
-    def _projected(self, run: Run, x: Tensor) -> list[Any]:
+    def _projected(self, run: Callable[..., Any], x: Tensor) -> list[Any]:
         if self.in_parts is None:
             return [run(x)]
         return self.in_parts.each(run, self.in_parts.inputs(x))

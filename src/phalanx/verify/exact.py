@@ -91,8 +91,8 @@ class Bits:
 
 def _put(own: Leaves, whole: Gradients, names: Sequence[str]) -> None:
     """Put a rank's parts of gradients into whole ones, which begin as NaN."""
-    for (name, piece, *at), (weight, gradient) in own.items():
-        key = (name, names[piece], *at)
+    for (name, piece, m, time), (weight, gradient) in own.items():
+        key = name, names[piece], m, time
         if key not in whole:
             whole[key] = gradient.new_full(weight.shape, torch.nan)
         held = tuple(slice(cut.stop - cut.start) for cut in weight.cuts)

@@ -261,8 +261,8 @@ class _Tracer:
                 # With seq, tp ranks have parts of the sequence.
                 if tokens.dim() > 1:
                     runs = tokens.chunk(self.times, 1)
-                    own = [run.chunk(self.parts, 1)[self.tp] for run in runs]
-                    tokens = torch.cat(own, 1)
+                    here = [run.chunk(self.parts, 1)[self.tp] for run in runs]
+                    tokens = torch.cat(here, 1)
                 numbers = project(y)
                 valid = tokens > 0
                 seen = tokens[valid].cpu() - 1, numbers[valid].cpu()
