@@ -56,9 +56,7 @@ def layout_of(chosen: tuple[Choice, ...], shape: Shape) -> Layout | None:
     try:
         # The parts are as many as the ranks that share them.
         plain = Layout.parse(words)
-        layout = replace(
-            plain, reduce="", exact=plain.tp, time_parts=plain.cp
-        )
+        layout = replace(plain, reduce="", exact=plain.tp, time_parts=plain.cp)
     except LayoutError:
         return None
     few = layout.ranks <= RANKS

@@ -259,7 +259,9 @@ def _exact(
         yield Violation("exact", EXPERTS_IN_PARTS, "Leave tp out.")
     if s.batch_loss and x.data > 1:
         what = "exact: batch_loss counts the choices of all ranks' microbatches, so one"
-        what += " process, with one microbatch after the other, has another loss."
+        what += (
+            " process, with one microbatch after the other, has another loss."
+        )
         yield Violation("exact", what, "Use sequence_loss, or one rank of dp.")
     if apart := no_subtree(x):
         yield Violation("exact", *apart)

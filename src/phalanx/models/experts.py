@@ -382,7 +382,9 @@ class ExpertProducts(nn.Module):
         self.product: Product = F.linear
         # With it, the tokens of each sender are multiplied apart. It gives the weight
         # of a name for a sender, whose gradient is kept apart too.
-        self.weight_of_sender: Callable[[str, Tensor, int], Tensor] | None = None
+        self.weight_of_sender: Callable[[str, Tensor, int], Tensor] | None = (
+            None
+        )
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))

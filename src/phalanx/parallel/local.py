@@ -302,7 +302,9 @@ class _UnitMaker:
             "piece": piece,
         }
         if self.exact and not frozen:
-            dims = (self.model.rules.dims(w.name, len(w.shape)) for w in weights)
+            dims = (
+                self.model.rules.dims(w.name, len(w.shape)) for w in weights
+            )
             # Experts meet the tokens of all ranks that share them.
             routed = any("experts" in each for each in dims)
             senders = self.groups.ep.size if routed else 1

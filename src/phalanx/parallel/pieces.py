@@ -421,7 +421,9 @@ class Piece:
     ) -> Callable[[str, Tensor, int], Tensor]:
         """Give experts' weights for the tokens of one sender, by their keys."""
         names = {
-            key: self.owners[weight] for key, weight in child._parameters.items() if weight is not None
+            key: self.owners[weight]
+            for key, weight in child._parameters.items()
+            if weight is not None
         }
 
         def weight_of(key: str, weight: Tensor, sender: int) -> Tensor:

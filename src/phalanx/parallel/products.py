@@ -47,7 +47,9 @@ class MatmulSpec(NamedTuple):
     matmul: Matmul | None
     scales: Tensor | None = None  # of a weight that is already in 8 bits
     place: Place | None = None  # see `parts.py`
-    slot: int | None = None  # the part of a leaf for its gradient: see `time_parts.py`
+    slot: int | None = (
+        None  # the part of a leaf for its gradient: see `time_parts.py`
+    )
 
     def factor(self, weight: Tensor) -> Any:
         """The weight as the factor of a matmul, (out, in), with scales if in 8 bits."""

@@ -62,9 +62,7 @@ class WeightsOfTime:
 class InTime:
     """The forward of a module that runs on each part of time."""
 
-    def __init__(
-        self, plain: Run, weights: WeightsOfTime, count: int
-    ) -> None:
+    def __init__(self, plain: Run, weights: WeightsOfTime, count: int) -> None:
         self.plain, self.weights, self.count = plain, weights, count
 
     def __call__(self, *args: Any, **named: Any) -> Tensor:

@@ -287,9 +287,7 @@ def _at(got: Bits, kind: str, piece: int, microbatch: int) -> str:
     return f"microbatch {microbatch} ({op}{over})"
 
 
-def _outputs(
-    got: Bits, mine: TracedStep, known: TracedStep
-) -> Iterator[str]:
+def _outputs(got: Bits, mine: TracedStep, known: TracedStep) -> Iterator[str]:
     # The last piece of a block has its output.
     last = {name: piece for piece, name in enumerate(got.names)}
     for name, piece in last.items():
