@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 from ..models.attention import HeadsAttention
 from ..models.decoder import Embed, Head
 from .data import Unit
