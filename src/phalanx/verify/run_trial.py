@@ -50,6 +50,7 @@ from ..train.program import maker_of, shape_of
 from ..train.rank import Rank, batches_of
 from ..train.step import CompletedStep
 from ..train.stop import STOP
+from .batch_rows import batch_faults
 from .claims import false_claim
 from .journal import LoggedStep, counted_flops, journal_faults
 from .low_precision import sums_of
@@ -155,6 +156,7 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
         f"packing {run.packing}"
         if run.packing
         else "the packing of its kind of data",
+        "batches with the documents they are cut from",
         "an epoch's end",
         f"a stop after step {STOPPED} and a resume as {str(resumed) or 'one rank'}",
         f"the journal's loss, norm, rate, tokens{', FLOPs' * (not run.own)} and validation",
@@ -317,6 +319,7 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     long = long_program(first, make, setting)
     # The rows of a user's own model come from its modules alone.
     wrong_row = "" if run.own else rows_differ(first, shape_of(run), make())
+    wrong_row = wrong_row or next(_batch_faults(run), "")
     if claim := wrong_row or false_claim(first, program, long):
         return Verdict(str(first), first.ranks, False, math.inf, claim)
     try:
@@ -431,6 +434,12 @@ def _skip_faults(before: Trace, after: Trace) -> Iterator[str]:
         for name, weight in step.weights.items():
             if not torch.equal(weight, last.weights[name]):
                 yield f"step {number}: {name} has changed in a skipped step"
+
+
+def _batch_faults(run: Run) -> Iterator[str]:
+    """Describe mistakes in the batches that both sides read."""
+    batches = batches_of(run, shape_of(run))
+    return batch_faults(Path(run.data), batches, STEPS, chats=batches.chats)
 
 
 def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
