@@ -439,7 +439,8 @@ def _skip_faults(before: Trace, after: Trace) -> Iterator[str]:
 def _batch_faults(run: Run) -> Iterator[str]:
     """Describe mistakes in the batches that both sides read."""
     batches = batches_of(run, shape_of(run))
-    return batch_faults(Path(run.data), batches, STEPS, chats=batches.chats)
+    ((folder, _),) = run.sources  # a trial has one
+    return batch_faults(Path(folder), batches, STEPS, chats=batches.chats)
 
 
 def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
