@@ -89,112 +89,117 @@ def task_rows(scores: Scores) -> list[tuple[str, str, str]]:
 
 
 def model_class(base: Any) -> Any:
-    """Return the class of a model for lm-eval.
+    """Return the class of a model for lm-eval, whose TemplateLM is `base`."""
 
-    `base` is its TemplateLM, which tokenizes prompts and continuations.
-    """
-
-    class HarnessModel(base):  # type: ignore[misc]
+    class HarnessModel(HarnessMethods, base):  # type: ignore[misc]
         """Generator with lm-eval's model interface."""
 
-        def __init__(
-            self,
-            generator: Generator,
-            vocabulary: Vocabulary,
-            longest: int = 0,
-        ) -> None:
-            super().__init__()
-            self.generator, self.vocabulary = generator, vocabulary
-            # The user's length, the model's, or a common one.
-            self.longest = longest or generator.longest or LONGEST
-
-        @property
-        def eot_token_id(self) -> int:
-            """Token placed before a text without a prompt."""
-            return 0 if self.vocabulary.end is None else self.vocabulary.end
-
-        def tok_encode(
-            self,
-            string: str,
-            add_special_tokens: bool | None = None,
-            **more: Any,
-        ) -> list[int]:
-            return self.vocabulary.prompt(string)
-
-        def _loglikelihood_tokens(
-            self, requests: Any, **more: Any
-        ) -> list[tuple[float, bool]]:
-            # Each is ((prompt, continuation), tokens of the prompt, tokens of the
-            # continuation).
-            return [self._scored(prompt, rest) for _, prompt, rest in requests]
-
-        def _scored(
-            self, prompt: list[int], rest: list[int]
-        ) -> tuple[float, bool]:
-            """Return the log-probability of a continuation, and whether greedy decoding
-            yields it."""
-            # One token more than a window, as the last is only predicted. The
-            # beginning is cut.
-            tokens = (prompt + rest)[-(self.longest + 1) :]
-            # At least one token must be left as a prompt.
-            count = min(len(rest), len(tokens) - 1)
-            chances = self.generator.log_probabilities(tokens, count)
-            wanted = tokens[-count:]
-            own = [
-                row[token] for row, token in zip(chances, wanted, strict=True)
-            ]
-            greedy = chances.argmax(-1).tolist() == wanted
-            return float(sum(own)), greedy
-
-        def loglikelihood_rolling(
-            self, requests: Any, disable_tqdm: bool = False
-        ) -> list[float]:
-            utils: Any = importlib.import_module("lm_eval.utils")
-            sums = []
-            for (text,) in (request.args for request in requests):
-                windows = utils.get_rolling_token_windows(
-                    # A text longer than a window is scored in windows, each
-                    # token once.
-                    token_list=self.tok_encode(text),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=self.longest,
-                    context_len=1,
-                )
-                pairs = map(utils.make_disjoint_window, windows)
-                sums.append(sum(self._scored(*pair)[0] for pair in pairs))
-            return sums
-
-        def generate_until(
-            self, requests: Any, disable_tqdm: bool = False
-        ) -> list[str]:
-            return [self._continued(*request.args) for request in requests]
-
-        def _continued(self, prompt: str, how: Mapping[str, Any]) -> str:
-            """Return the continuation of a prompt, up to one of the task's stop
-            strings."""
-            from ..generate import Sampling
-            from ..train.text import continued
-
-            # At least one token of the prompt is kept.
-            most = min(int(how.get("max_gen_toks", 256)), self.longest - 1)
-            drawn = bool(how.get("do_sample", False))
-            temperature = float(how.get("temperature", 1.0)) if drawn else 0.0
-            # The end of the prompt is kept, with room for the answer.
-            tokens = self.tok_encode(prompt)[-max(1, self.longest - most) :]
-            until = how.get("until", [])
-            ends = [until] if isinstance(until, str) else list(until)
-            text = ""
-            sampling = Sampling(temperature)
-            for piece in continued(
-                self.generator, self.vocabulary, tokens, most, sampling
-            ):
-                text += piece
-                # A stop string may lie across two pieces, so the whole text is
-                # searched.
-                if any(end in text for end in ends):
-                    break
-            # The earliest of all stop strings ends the text.
-            at = [text.index(end) for end in ends if end in text]
-            return text[: min(at)] if at else text
-
     return HarnessModel
+
+
+class HarnessMethods:
+    """The methods that lm-eval calls of a model, by a generator.
+
+    A class of a model for lm-eval derives from these and from its TemplateLM, which
+    tokenizes prompts and continuations.
+    """
+
+    prefix_token_id: int  # the base class has it
+
+    def __init__(
+        self,
+        generator: Generator,
+        vocabulary: Vocabulary,
+        longest: int = 0,
+    ) -> None:
+        super().__init__()
+        self.generator, self.vocabulary = generator, vocabulary
+        # The user's length, the model's, or a common one.
+        self.longest = longest or generator.longest or LONGEST
+
+    @property
+    def eot_token_id(self) -> int:
+        """Token placed before a text without a prompt."""
+        return 0 if self.vocabulary.end is None else self.vocabulary.end
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        **more: Any,
+    ) -> list[int]:
+        return self.vocabulary.prompt(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Any, **more: Any
+    ) -> list[tuple[float, bool]]:
+        # Each is ((prompt, continuation), tokens of the prompt, tokens of the
+        # continuation).
+        return [self._scored(prompt, rest) for _, prompt, rest in requests]
+
+    def _scored(
+        self, prompt: list[int], rest: list[int]
+    ) -> tuple[float, bool]:
+        """Return the log-probability of a continuation, and whether greedy decoding
+        yields it."""
+        # One token more than a window, as the last is only predicted. The
+        # beginning is cut.
+        tokens = (prompt + rest)[-(self.longest + 1) :]
+        # At least one token must be left as a prompt.
+        count = min(len(rest), len(tokens) - 1)
+        chances = self.generator.log_probabilities(tokens, count)
+        wanted = tokens[-count:]
+        own = [row[token] for row, token in zip(chances, wanted, strict=True)]
+        greedy = chances.argmax(-1).tolist() == wanted
+        return float(sum(own)), greedy
+
+    def loglikelihood_rolling(
+        self, requests: Any, disable_tqdm: bool = False
+    ) -> list[float]:
+        utils: Any = importlib.import_module("lm_eval.utils")
+        sums = []
+        for (text,) in (request.args for request in requests):
+            windows = utils.get_rolling_token_windows(
+                # A text longer than a window is scored in windows, each
+                # token once.
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.longest,
+                context_len=1,
+            )
+            pairs = map(utils.make_disjoint_window, windows)
+            sums.append(sum(self._scored(*pair)[0] for pair in pairs))
+        return sums
+
+    def generate_until(
+        self, requests: Any, disable_tqdm: bool = False
+    ) -> list[str]:
+        return [self._continued(*request.args) for request in requests]
+
+    def _continued(self, prompt: str, how: Mapping[str, Any]) -> str:
+        """Return the continuation of a prompt, up to one of the task's stop
+        strings."""
+        from ..generate import Sampling
+        from ..train.text import continued
+
+        # At least one token of the prompt is kept.
+        most = min(int(how.get("max_gen_toks", 256)), self.longest - 1)
+        drawn = bool(how.get("do_sample", False))
+        temperature = float(how.get("temperature", 1.0)) if drawn else 0.0
+        # The end of the prompt is kept, with room for the answer.
+        tokens = self.tok_encode(prompt)[-max(1, self.longest - most) :]
+        until = how.get("until", [])
+        ends = [until] if isinstance(until, str) else list(until)
+        text = ""
+        sampling = Sampling(temperature)
+        for piece in continued(
+            self.generator, self.vocabulary, tokens, most, sampling
+        ):
+            text += piece
+            # A stop string may lie across two pieces, so the whole text is
+            # searched.
+            if any(end in text for end in ends):
+                break
+        # The earliest of all stop strings ends the text.
+        at = [text.index(end) for end in ends if end in text]
+        return text[: min(at)] if at else text

@@ -81,6 +81,120 @@ MOST = (
 
 
 def run(argv: list[str]) -> int:
+    parser = _parser()
+    args = parser.read(argv, intermixed=True)
+    if args.words:
+        return _run(args, parser)
+    shape, make = _model(args)
+    if args.exact:
+        return _exact(args, shape, make, parser)
+    return _layouts(args, shape, make)
+
+
+def _model(args: argparse.Namespace) -> tuple[Shape, Maker | None]:
+    """Return the shape to compare, and what makes the model if it is not built in."""
+    if code_of(args.model)[0] and args.dropout:
+        raise UsageError(
+            "--dropout is for built-in models; set the rate in your own."
+        )
+    shape, make = model_to_verify(args.model)
+    if args.lora and make is not None:
+        raise UsageError("--lora is for built-in models.")
+    if args.lora:  # in the name, as a log of verdicts is named by it
+        shape = replace(
+            shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}"
+        )
+    return shape, make
+
+
+def _layouts(
+    args: argparse.Namespace, shape: Shape, make: Maker | None
+) -> int:
+    """Compare layouts with one process."""
+    wanted = {
+        name: getattr(args, name)
+        for name in ("ranks", "axes", "cover", "dtype")
+    }
+    layouts = layouts_to_verify(args.layouts, shape, make, **wanted)
+    # every n-th layout, so that each part gets its share of the large ones
+    if args.part:
+        layouts = layouts[args.part[0] - 1 :: args.part[1]]
+    terms = "dtype memory backend steps seed packed dropout optimizer z_loss record"
+    found = compared(
+        shape,
+        make,
+        layouts,
+        log=_log(args, shape),
+        show=lambda verdict: progress(verdict_text(verdict)),
+        **{name: getattr(args, name) for name in terms.split()},
+    )
+    if args.out:
+        from .verify_page import verified_page, verified_svg
+
+        title = f"{shape.name} against one process, in {args.dtype}"
+        formats = {
+            ".html": lambda v: verified_page(title, found.summary, v),
+            ".svg": lambda v: verified_svg(title, v, WIDE),
+        }
+        write(args.out, formats, found.verdicts)
+    result(args, found.figures, found.text)
+    return 0 if found.passed else 1 if found.compared else 2
+
+
+def _run(args: argparse.Namespace, parser: Parser) -> int:
+    """Compare a run with one process."""
+    of_layouts = [
+        # Options that do not apply, if they were changed.
+        name
+        for name in _OF_LAYOUTS
+        # Compared with defaults, because a parser always sets them.
+        if getattr(args, name) != parser.get_default(name)
+    ]
+    if of_layouts:
+        option = of_layouts[0].replace("_", "-")
+        raise UsageError(
+            f"--{option} is for layouts of a model; for a run, set it by key=value."
+        )
+    found = verify_run(
+        load_run(args.words),
+        show=lambda verdict: progress(verdict_text(verdict)),
+    )
+    result(args, found.figures, found.text)
+    return 0 if found.passed else 1
+
+
+def _exact(
+    args: argparse.Namespace,
+    shape: Shape,
+    make: Maker | None,
+    parser: Parser,
+) -> int:
+    """Compare the bits of layouts of `exact` with those of one process."""
+    for name in ("axes", "z_loss", "memory", "part", "out", "log", "record"):
+        if getattr(args, name) != parser.get_default(name):
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} does not go with --exact.")
+    dtype = args.dtype
+    asked = dtype != parser.get_default("dtype")
+    precisions = (COMPARED[dtype],) if asked else (FP32, BF16)
+    layouts = exact_to_verify(
+        args.layouts, shape, make, ranks=args.ranks, cover=args.cover
+    )
+    terms = "backend steps seed packed dropout optimizer"
+    found = compared_exactly(
+        shape,
+        make,
+        layouts,
+        precisions=precisions,
+        show=lambda verdict: progress(verdict_text(verdict)),
+        **{name: getattr(args, name) for name in terms.split()},
+    )
+    result(args, found.figures, found.summary)
+    return 0 if found.passed else 1
+
+
+def _parser() -> Parser:
+    """Return the parser of the command's options."""
     parser = Parser(__doc__)
     add = parser.add
     help = "a run file and key=value, as for train: compare the run itself, scaled down"
@@ -187,102 +301,7 @@ def run(argv: list[str]) -> int:
         type=Path,
         help="save the last step of the last layout, for `phalanx draw run`",
     )
-    args = parser.read(argv, intermixed=True)
-    if args.words:
-        return _run(args, parser)
-    if code_of(args.model)[0] and args.dropout:
-        raise UsageError(
-            "--dropout is for built-in models; set the rate in your own."
-        )
-    shape, make = model_to_verify(args.model)
-    if args.lora and make is not None:
-        raise UsageError("--lora is for built-in models.")
-    if args.lora:  # in the name, as a log of verdicts is named by it
-        shape = replace(
-            shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}"
-        )
-    if args.exact:
-        return _exact(args, shape, make, parser)
-    wanted = {
-        name: getattr(args, name)
-        for name in ("ranks", "axes", "cover", "dtype")
-    }
-    layouts = layouts_to_verify(args.layouts, shape, make, **wanted)
-    # every n-th layout, so that each part gets its share of the large ones
-    if args.part:
-        layouts = layouts[args.part[0] - 1 :: args.part[1]]
-    terms = "dtype memory backend steps seed packed dropout optimizer z_loss record"
-    found = compared(
-        shape,
-        make,
-        layouts,
-        log=_log(args, shape),
-        show=lambda verdict: progress(verdict_text(verdict)),
-        **{name: getattr(args, name) for name in terms.split()},
-    )
-    if args.out:
-        from .verify_page import verified_page, verified_svg
-
-        title = f"{shape.name} against one process, in {args.dtype}"
-        formats = {
-            ".html": lambda v: verified_page(title, found.summary, v),
-            ".svg": lambda v: verified_svg(title, v, WIDE),
-        }
-        write(args.out, formats, found.verdicts)
-    result(args, found.figures, found.text)
-    return 0 if found.passed else 1 if found.compared else 2
-
-
-def _run(args: argparse.Namespace, parser: Parser) -> int:
-    """Compare a run with one process."""
-    of_layouts = [
-        # Options that do not apply, if they were changed.
-        name
-        for name in _OF_LAYOUTS
-        # Compared with defaults, because a parser always sets them.
-        if getattr(args, name) != parser.get_default(name)
-    ]
-    if of_layouts:
-        option = of_layouts[0].replace("_", "-")
-        raise UsageError(
-            f"--{option} is for layouts of a model; for a run, set it by key=value."
-        )
-    found = verify_run(
-        load_run(args.words),
-        show=lambda verdict: progress(verdict_text(verdict)),
-    )
-    result(args, found.figures, found.text)
-    return 0 if found.passed else 1
-
-
-def _exact(
-    args: argparse.Namespace,
-    shape: Shape,
-    make: Maker | None,
-    parser: Parser,
-) -> int:
-    """Compare the bits of layouts of `exact` with those of one process."""
-    for name in ("axes", "z_loss", "memory", "part", "out", "log", "record"):
-        if getattr(args, name) != parser.get_default(name):
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option} does not go with --exact.")
-    dtype = args.dtype
-    asked = dtype != parser.get_default("dtype")
-    precisions = (COMPARED[dtype],) if asked else (FP32, BF16)
-    layouts = exact_to_verify(
-        args.layouts, shape, make, ranks=args.ranks, cover=args.cover
-    )
-    terms = "backend steps seed packed dropout optimizer"
-    found = compared_exactly(
-        shape,
-        make,
-        layouts,
-        precisions=precisions,
-        show=lambda verdict: progress(verdict_text(verdict)),
-        **{name: getattr(args, name) for name in terms.split()},
-    )
-    result(args, found.figures, found.summary)
-    return 0 if found.passed else 1
+    return parser
 
 
 _OF_LAYOUTS = (
