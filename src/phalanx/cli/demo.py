@@ -1,5 +1,6 @@
 """`phalanx demo`: trains a small decoder on four local ranks, kills one, resumes in
-another layout, compares every loss with one process bit by bit, and writes a report.
+another layout, compares every loss with one process bit by bit, samples a line of text
+from the model, and writes a report.
 
 Takes about half a minute on two idle cores. Exit code 0: the loss fell and all losses
 are bit-identical; 1: they are not.
@@ -33,6 +34,7 @@ model = {{layers = 4, hidden = 64, heads = 4, kv_heads = 2, ffn = 160, vocab = 2
 optimizer = {{lr = 4e-3, warmup_steps = 10}}
 checkpoint = {{every = {SAVE}}}
 validation = {{batches = 4}}
+sample = {{every = {STEPS}, prompt = "def ", tokens = 50, temperature = 0.5}}
 """
 
 
@@ -82,7 +84,9 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
     # Both must have every step, once.
     agrees = losses.keys() == truth.keys() and same == len(truth)
     all_of = "All" if agrees else f"ONLY {same} OF THE"
-    progress(f"   {all_of} {len(truth)} losses are bit-identical.\n")
+    progress(f"   {all_of} {len(truth)} losses are bit-identical.")
+    text = _sampled(out)
+    progress(f"\n4. The trained model writes: {text!r}\n")
     page = out / "report.html"
     write_text(page, report(out, step_extras(out, None, None)).html())
     return {
@@ -94,6 +98,7 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
         "fell": losses.get(STEPS, 9.0) < losses.get(1, 0.0) - 1.0,
         "same_bits": same,
         "agrees": agrees,
+        "sample": text,
         "report": str(page),
     }
 
@@ -175,3 +180,10 @@ def losses_of(out: Path) -> dict[int, float]:
     records = read_journal(out / "metrics.jsonl")
     # Later records of a step replace earlier ones.
     return {r["step"]: r["loss"] for r in records if r["event"] == "step"}
+
+
+def _sampled(out: Path) -> str:
+    """Return the text that the run wrote after its last step, with its prompt."""
+    records = read_journal(out / "metrics.jsonl")
+    texts = [r["prompt"] + r["text"] for r in records if r["event"] == "sample"]
+    return texts[-1] if texts else ""
