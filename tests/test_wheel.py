@@ -1,10 +1,12 @@
-"""A wheel has all that commands need at run time."""
+"""The wheels of all packages, each installed into a new environment, and what the README says to install."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,40 +23,74 @@ def _run(*words: object, folder: Path) -> str:
     return done.stdout
 
 
+# Each package, with those of this repository that it needs, and a command that shows it at work.
+PACKAGES = {
+    "rank-watch": ((), "import rank_watch"),
+    "torch-shm": ((), "import torch_shm"),
+    "torch-audit": ((), "import torch_audit"),
+    "phalanx": (
+        ("torch-shm", "rank-watch", "torch-audit"),
+        "import phalanx; phalanx.check('dp2 pp2 1f1b:2', 'tiny')",
+    ),
+    "phalanx-lab": (
+        ("phalanx", "torch-shm", "rank-watch", "torch-audit"),
+        "import phalanx_lab",
+    ),
+}  # fmt: skip
+FOLDERS = {"phalanx": ".", "phalanx-lab": "lab"}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel of each package."""
+    folder = tmp_path_factory.mktemp("wheels")
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps")
+    for name in PACKAGES:
+        tree = ROOT / FOLDERS.get(name, name)
+        _run(*pip, "--no-build-isolation", "-w", folder, tree, folder=folder)
+    names = {name: name.replace("-", "_") for name in PACKAGES}
+    return {
+        name: next(folder.glob(f"{stem}-[0-9]*.whl"))
+        for name, stem in names.items()
+    }
+
+
+def _environment(folder: Path, *, lent: bool) -> Path:
+    """Return the Python of a new environment; `lent`: other projects' packages are those of this one."""
+    _run(sys.executable, "-m", "venv", folder, folder=folder.parent)
+    python = folder / "bin" / "python"
+    purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    packages = Path(_run(python, "-c", purelib, folder=folder).strip())
+    if lent:
+        here = sysconfig.get_paths()["purelib"]
+        (packages / "lent.pth").write_text(here + "\n")
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_is_installed_into_a_new_environment_with_what_it_requires(
+    name: str, wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    needed, code = PACKAGES[name]
+    # rank-watch requires nothing, so nothing is lent to it.
+    python = _environment(tmp_path / "new", lent=name != "rank-watch")
+    files = [wheels[each] for each in (name, *needed)]
+    # Without an index, a requirement that is missing or has another version ends this.
+    _run(python, "-m", "pip", "install", "--no-index", *files, folder=tmp_path)
+    module = name.replace("-", "_")
+    where = f"{code}; import {module}; print({module}.__file__)"
+    printed = _run(python, "-c", where, folder=tmp_path).splitlines()[-1]
+    assert Path(printed).is_relative_to(tmp_path / "new")
+
+
 @pytest.mark.slow
 def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
-    tmp_path: Path,
+    wheels: dict[str, Path], tmp_path: Path
 ) -> None:
-    pip = (sys.executable, "-m", "pip")
-    trees = tuple(
-        ROOT / name
-        for name in (".", "torch-shm", "rank-watch", "torch-audit", "lab")
-    )
-    for tree in trees:
-        _run(
-            *pip,
-            "wheel",
-            "--no-deps",
-            "--no-build-isolation",
-            "-w",
-            tmp_path,
-            tree,
-            folder=tmp_path,
-        )
-    _run(sys.executable, "-m", "venv", tmp_path / "new", folder=tmp_path)
-    python = tmp_path / "new" / "bin" / "python"
-    wheels = sorted(tmp_path.glob("*.whl"))
-    assert len(wheels) == len(trees)
-    _run(python, "-m", "pip", "install", "--no-deps", *wheels, folder=tmp_path)
-    # What it depends on is lent from here; its own files are the wheel's.
-    purelib = _run(
-        python,
-        "-c",
-        "import sysconfig; print(sysconfig.get_paths()['purelib'])",
-        folder=tmp_path,
-    )
-    lent = Path(purelib.strip()) / "lent.pth"
-    lent.write_text(sysconfig.get_paths()["purelib"] + "\n")
+    python = _environment(tmp_path / "new", lent=True)
+    install = (python, "-m", "pip", "install", "--no-deps")
+    _run(*install, *wheels.values(), folder=tmp_path)
     where = _run(
         python,
         "-c",
@@ -96,3 +132,15 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
         "lab.html",
         folder=tmp_path,
     )
+
+
+def test_the_readme_installs_folders_and_extras_that_exist() -> None:
+    lines = re.findall(
+        r"pip install ([^`]*\./[^`]*)`", (ROOT / "README.md").read_text()
+    )
+    assert lines
+    for word in " ".join(lines).split():
+        folder, _, extras = word.strip("'").partition("[")
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+        known = project["project"].get("optional-dependencies", {})
+        assert set(filter(None, extras.rstrip("]").split(","))) <= set(known)
