@@ -34,7 +34,7 @@ model = {{layers = 4, hidden = 64, heads = 4, kv_heads = 2, ffn = 160, vocab = 2
 optimizer = {{lr = 4e-3, warmup_steps = 10}}
 checkpoint = {{every = {SAVE}}}
 validation = {{batches = 4}}
-sample = {{every = {STEPS}, prompt = "def ", tokens = 50, temperature = 0.5}}
+sample = {{every = {STEPS}, prompt = "def ", tokens = 50}}
 """
 
 
