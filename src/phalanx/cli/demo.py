@@ -185,5 +185,7 @@ def losses_of(out: Path) -> dict[int, float]:
 def _sampled(out: Path) -> str:
     """Return the text that the run wrote after its last step, with its prompt."""
     records = read_journal(out / "metrics.jsonl")
-    texts = [r["prompt"] + r["text"] for r in records if r["event"] == "sample"]
+    texts = [
+        r["prompt"] + r["text"] for r in records if r["event"] == "sample"
+    ]
     return texts[-1] if texts else ""
