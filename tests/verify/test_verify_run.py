@@ -172,6 +172,16 @@ def with_a_loss_beside_it() -> AbstractContextManager[None]:
     return of_the_journal("loss", 1 + 1e-12)
 
 
+def with_an_end_that_is_no_stop() -> AbstractContextManager[None]:
+    loop = module("phalanx.train.loop")
+    right = loop._from_start_to_end
+
+    def to_end(*args: Any, **terms: Any) -> Any:
+        return replace(right(*args, **terms), stopped=False)
+
+    return swapped(loop, "_from_start_to_end", to_end)
+
+
 def with_the_rate_of_another_step() -> AbstractContextManager[None]:
     return of_the_journal("lr", 1.001)
 
@@ -207,6 +217,10 @@ def with_a_row_less() -> AbstractContextManager[None]:
         (with_the_rate_of_another_step, "step 0: the journal's lr"),
         (with_attention_counted_in_full, "step 0: the journal's FLOPs of mfu"),
         (with_a_row_less, "step 0: the journal's tokens"),
+        (
+            with_an_end_that_is_no_stop,
+            "rank 0 ends after 3 steps with stopped = False, and it is True",
+        ),
     ],
 )
 def test_a_mistake_in_what_trains_the_run_is_named(

@@ -14,12 +14,12 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from ..layout.small_config import small_config
 from ..parallel import load_model
 from ..train.data.batches import Batches
 from ..train.lock import hold_run
-from ..train.loop import train
+from ..train.loop import Outcome, train
 from ..train.optimizers import optimizer_of
 from ..train.precision import precision_of
 from ..train.program import maker_of, shape_of
@@ -324,9 +324,10 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
         return Verdict(str(first), first.ranks, False, math.inf, claim)
     try:
         # The first start ends at STOPPED, the second resumes there.
-        before = join(_start(run, first, worlds, setting), STOPPED)
-        seen = _start(run, second, worlds, setting)
-        after = join(seen, STEPS - STOPPED)
+        stopped = _start(run, first, worlds, setting)
+        ended = _start(run, second, worlds, setting)
+        before = join([rank.seen for rank in stopped], STOPPED)
+        after = join([rank.seen for rank in ended], STEPS - STOPPED)
     except Exception as error:  # any error of the ranks is the verdict
         return failed(first, error)
     verdict = judge(first, _one_training(before, after), truth, setting)
@@ -335,6 +336,8 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
         *_resume_faults(before, after),
         *_skip_faults(before, after),
         *_journal_faults(run, before, after),
+        *_outcome_faults(stopped, before, steps=STOPPED, by=STOP),
+        *_outcome_faults(ended, after, steps=STEPS, by=""),
     ]
     if verdict.passed and wrong:
         return replace(verdict, passed=False, first_difference=wrong[0])
@@ -343,7 +346,7 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
 
 def _start(
     run: Run, layout: Layout, worlds: Worlds, setting: Setting
-) -> list[Seen]:
+) -> list[_EndedRank]:
     """Run one start of the run: from its checkpoint, if there is one, to the stop or
     the end. The setting has the loss scales of float16."""
     run = replace(run, layout=str(layout))
@@ -358,7 +361,16 @@ def _start(
         return ranks(_on_rank, run, layout, setting)
 
 
-def _on_rank(world: World, run: Run, layout: Layout, setting: Setting) -> Seen:
+class _EndedRank(NamedTuple):
+    """What a rank did in its steps, and what it says of its end."""
+
+    seen: Seen
+    outcome: Outcome
+
+
+def _on_rank(
+    world: World, run: Run, layout: Layout, setting: Setting
+) -> _EndedRank:
     """Run and record one rank."""
     notes = _Notes(layout, setting)
     outcome = train(
@@ -367,7 +379,7 @@ def _on_rank(world: World, run: Run, layout: Layout, setting: Setting) -> Seen:
     # Added after the last step, when the listener is not called again.
     notes.observed.seen.validation = outcome.validation
     world.clear()
-    return notes.observed.seen
+    return _EndedRank(notes.observed.seen, outcome)
 
 
 class _Notes:
@@ -441,6 +453,24 @@ def _batch_faults(run: Run) -> Iterator[str]:
     batches = batches_of(run, shape_of(run))
     ((folder, _),) = run.sources  # a trial has one
     return batch_faults(Path(folder), batches, STEPS, chats=batches.chats)
+
+
+def _outcome_faults(
+    ranks: Sequence[_EndedRank], trace: Trace, *, steps: int, by: str
+) -> Iterator[str]:
+    """Describe what a rank says of its end and what was not so: it made `steps` steps,
+    stopped by the file `by` if one is named, and saved its checkpoint."""
+    loss = trace.steps[-1].logged
+    wanted = Outcome(steps, loss, trace.validation, bool(by), by=by)
+    for number, rank in enumerate(ranks):
+        for part in fields(Outcome):
+            said = getattr(rank.outcome, part.name)
+            value = getattr(wanted, part.name)
+            if said != value:
+                yield (
+                    f"rank {number} ends after {steps} steps with {part.name} = {said!r},"
+                    f" and it is {value!r}"
+                )
 
 
 def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
