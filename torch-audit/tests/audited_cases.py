@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from audited_lm import LAYOUTS
+from sliced_lm import SLICED
 
 from torch_audit.recorder import Recorder
 
@@ -26,9 +27,16 @@ def record_case(
     layout, _, bug = case.partition("/")
     out = folder_of(folder, case)
     out.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(out, steps, perturbed)
+    zeros = "/zeros" if bug == "zeros" else ""
+    recorder = Recorder(
+        out,
+        steps,
+        perturbed,
+        contents=layout == "one",
+        find_in=folder_of(folder, f"one{zeros}") if layout in SLICED else None,
+    )
     recorder.install()
-    LAYOUTS[layout](bug)
+    (LAYOUTS | SLICED)[layout](bug)
     recorder.finish()
 
 

@@ -229,6 +229,10 @@ def train(
 
 def clip(model: nn.Module, bug: str) -> None:
     parameters = list(model.parameters())
+    if hasattr(model, "norm_of_ranks"):
+        norm = model.norm_of_ranks()
+        torch.nn.utils.clip_grads_with_norm_(parameters, MOST, norm)
+        return
     if bug == "local norm":
         norms = [each.grad.to_local().norm() for each in parameters]
         norm = torch.stack(norms).norm()
@@ -295,7 +299,16 @@ def one(bug: str = "") -> None:
     model = new_model(tied=bug == "tied")
     if bug == "dropout":
         drop_outputs(model, 0)
+    if bug == "zeros":
+        zero_biases(model)
     train(model)
+
+
+def zero_biases(model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
 
 
 def ddp(bug: str = "") -> None:

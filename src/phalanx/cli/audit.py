@@ -46,8 +46,18 @@ def _record(argv: list[str]) -> int:
     parser.add("--perturb", type=whole(0, 99), default=0, help=what)
     what = "make float64 the default dtype of the program's tensors"
     parser.add("--float64", action="store_true", help=what)
+    what = "also write hashes of the weights' rows and columns, for --find-in"
+    parser.add("--contents", action="store_true", help=what)
+    what = "find shards that nobody declares by their contents in a reference"
+    parser.add("--find-in", type=Path, metavar="ONE", help=what)
     args = parser.read(words)
-    settings = Settings(Path(args.out), args.steps, float64=args.float64)
+    settings = Settings(
+        Path(args.out),
+        args.steps,
+        float64=args.float64,
+        contents=args.contents,
+        find_in=args.find_in,
+    )
     recorded = record_all(
         settings, program, one=args.one, perturb=args.perturb
     )

@@ -102,7 +102,8 @@ def _like(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
     """A mask or positions in the shape of the rows; None if they have another form."""
     if tensor is None:
         return None
-    tensor = local_of(tensor)
+    # A program may keep its masks on the CPU.
+    tensor = local_of(tensor).to(rows.device)
     # Masks of four dimensions hide pairs of tokens, not tokens.
     if tensor.ndim != 2 or tensor.shape[1] != rows.shape[1]:
         return None

@@ -58,6 +58,17 @@ def parser(prog: str) -> argparse.ArgumentParser:
     run.add_argument(
         "--float64", action="store_true", help="make float64 the default dtype"
     )
+    run.add_argument(
+        "--contents",
+        action="store_true",
+        help="also write hashes of the weights' rows and columns, for --find-in",
+    )
+    run.add_argument(
+        "--find-in",
+        type=Path,
+        metavar="ONE",
+        help="find shards that nobody declares by their contents in a reference",
+    )
     run.usage = f"{run.prog} --out DIR [options] -- PROGRAM ..."
     compared = verbs.add_parser("compare", help="compare recorded runs")
     compared.add_argument("reference", type=Path)
@@ -88,7 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser("python -m torch_audit").parse_args(words)
     try:
         if args.verb == "run":
-            settings = Settings(args.out, args.steps, float64=args.float64)
+            settings = Settings(
+                args.out,
+                args.steps,
+                float64=args.float64,
+                contents=args.contents,
+                find_in=args.find_in,
+            )
             recorded = record_all(
                 settings, program, one=args.one, perturb=args.perturb
             )
@@ -144,7 +161,12 @@ def record_all(
             seed: f"{out.name}-{seed}" for seed in range(1, perturb + 1)
         }
         chosen = [
-            replace(settings, out=out.with_name(name), perturbed=seed)
+            replace(
+                settings,
+                out=out.with_name(name),
+                perturbed=seed,
+                contents=False,
+            )
             for seed, name in folders.items()
         ]
     for each in chosen:

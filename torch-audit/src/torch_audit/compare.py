@@ -100,6 +100,7 @@ def compare(
         verdict.text = _no_common_step(reference, run, perturbed)
         return verdict
     before = numbers[0]
+    vanishing: set[str] = set()
     for number in numbers:
         left_out = _left_out(reference, run, range(before, number))
         if left_out:
@@ -118,8 +119,9 @@ def compare(
         )
         verdict.parameters = len(pair.theirs)
         verdict.precision = _precision_of(pair)
-        comparison = _Comparison(pair, verdict, names)
+        comparison = _Comparison(pair, verdict, names, vanishing)
         comparison.conduct()
+        vanishing |= comparison.vanishing()
         if verdict.result != EQUAL:
             verdict.step = number
             verdict.causes = likely_causes(reference, run, verdict.different)
@@ -172,8 +174,12 @@ def _precision_of(pair: _Pair) -> str:
 class _Comparison:
     """The comparison of one step; it stops at the first quantity that differs."""
 
-    def __init__(self, pair: _Pair, verdict: Verdict, names: Names) -> None:
+    def __init__(
+        self, pair: _Pair, verdict: Verdict, names: Names, moved: set[str]
+    ) -> None:
         self.pair, self.verdict, self.names = pair, verdict, names
+        # Parameters that rounding alone has moved in earlier steps.
+        self.moved = moved
         self.passed: list[str] = []
 
     def conduct(self) -> None:
@@ -403,6 +409,19 @@ class _Comparison:
         if all(x.sketch(CLIPPED) is not None for x in self._trained(CLIPPED)):
             self._quantity(CLIPPED)
 
+    def vanishing(self) -> set[str]:
+        """Parameters whose gradient is nothing but rounding, such as the bias of keys.
+
+        Adam turns the rounding of a vanishing gradient into an update of full size.
+        """
+        noise = self._limits(GRADIENT)
+        return {
+            name
+            for name, each in self.pair.theirs.items()
+            # 4 times the limit: below it the gradient is noise.
+            if norm_of(each.sketch(GRADIENT) or [0.0]) < 4 * noise[name]
+        }
+
     def _trained(self, kind: str) -> list[Parameter]:
         return [
             self.pair.ours[name]
@@ -444,7 +463,11 @@ class _Comparison:
 
     def _differing(self, kind: str) -> list[Different]:
         limits = self._limits(kind)
-        noise = self._limits(GRADIENT) if kind == UPDATED else {}
+        skipped: set[str] = set()
+        if kind == UPDATED:
+            skipped = self.vanishing()
+        elif kind == WEIGHT:
+            skipped = self.moved
         different = []
         for name, theirs in self.pair.theirs.items():
             ours = self.pair.ours[name]
@@ -461,13 +484,8 @@ class _Comparison:
                 factor = 0.0 if found is None else None
                 different.append(Different(name, 1.0, 0.0, factor, ours.ranks))
                 continue
-            if noise:
-                # Adam turns rounding of a vanishing gradient into an update of full size.
-                gradient = norm_of(theirs.sketch(GRADIENT) or [0.0])
-                # 4 times the limit: below it the gradient is noise, and so is
-                # its update.
-                if gradient < 4 * noise.get(name, 0.0):
-                    continue
+            if name in skipped:
+                continue
             found_difference = _compared(ours, theirs, kind, limits[name])
             if found_difference is not None:
                 different.append(found_difference)

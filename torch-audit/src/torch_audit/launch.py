@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .checks import Finding, check_step, first_of_each
+from .contents import Contents
 from .records import SUFFIX, RecordError, read
 from .report import finding_text
 from .runs import Step, load
@@ -41,8 +42,8 @@ class Program:
     settings: Settings
 
     def write(self) -> None:
-        settings = {**asdict(self.settings), "out": str(self.settings.out)}
-        text = json.dumps({**asdict(self), "settings": settings}, indent=1)
+        # Paths are written as text.
+        text = json.dumps(asdict(self), indent=1, default=str)
         (self.settings.out / _PROGRAM).write_text(text)
 
     @classmethod
@@ -55,6 +56,8 @@ class Program:
             kept = json.loads(path.read_text())
             # The folder may have been moved since.
             kept["settings"]["out"] = folder.resolve()
+            find_in = kept["settings"]["find_in"]
+            kept["settings"]["find_in"] = Path(find_in) if find_in else None
             kept["settings"] = Settings(**kept["settings"])
             return cls(**kept)
         except (ValueError, KeyError, TypeError) as error:
@@ -84,6 +87,10 @@ def record(
             f"{out} holds a recorded run already. Name a new folder."
         )
     settings = replace(settings, out=out)
+    if settings.find_in is not None:
+        settings = replace(settings, find_in=settings.find_in.resolve())
+        # Before the program starts: each of its ranks would fail alike.
+        Contents.read(settings.find_in)
     Program(list(command), directory or os.getcwd(), one, settings).write()
     environment = settings.environment(os.environ)
     if one:

@@ -6,13 +6,14 @@ from there.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import Module
 
 from .flat_buffers import in_flat_buffer, runs_of
+from .megatron import Shard, cut_place, optimizer_shards
 from .shards import Place, local_of, place_of
 
 # Components that wrappers put into names: torch.compile, checkpointing, FSDP.
@@ -26,6 +27,10 @@ DEEPSPEED = (
 )
 
 
+class Refused(Exception):
+    """Raised for a program whose parameters the recorder cannot place."""
+
+
 @dataclass
 class Named:
     """A parameter, all the names that it has, and its place in the whole tensor."""
@@ -35,11 +40,18 @@ class Named:
     place: Place
     # Of a flat buffer, if the tensor is one: see `flat_buffers`.
     run: slice | None = None
+    # An axis and the indices along it, if the tensor has several parameters: see `contents`.
+    chosen: tuple[int, Tensor] | None = None
 
     def part(self, of: Tensor) -> Tensor:
         """This parameter's part of the tensor, or of its gradient."""
         local = local_of(of)
-        return local if self.run is None else local.view(-1)[self.run]
+        if self.run is not None:
+            return local.view(-1)[self.run]
+        if self.chosen is not None:
+            axis, indices = self.chosen
+            return local.index_select(axis, indices.to(local.device))
+        return local
 
     @property
     def unknown(self) -> bool:
@@ -90,7 +102,10 @@ def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
     """These and the trainable parameters of all modules that hold them; last, those that no module holds."""
     tensors = list(tensors)
     own = {id(tensor) for tensor in tensors}
-    roots = roots_of(lambda x: id(x) in own or in_flat_buffer(x))
+    shards = optimizer_shards(tensors)
+    roots = roots_of(
+        lambda x: id(x) in own or id(x) in shards or in_flat_buffer(x)
+    )
     names: dict[int, list[str]] = {}
     known: dict[int, Tensor] = {}
     flat = []
@@ -98,36 +113,42 @@ def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
         # An optimizer may hold frozen parameters, too.
         if not parameter.requires_grad and id(parameter) not in own:
             continue
-        if in_flat_buffer(parameter) and id(parameter) not in own:
+        elsewhere = id(parameter) in shards or in_flat_buffer(parameter)
+        if elsewhere and id(parameter) not in own:
             flat.append((name, parameter))
             continue
         known[id(parameter)] = parameter
         listed = names.setdefault(id(parameter), [])
         if name not in listed:
             listed.append(name)
-    found = list(_in_buffers(flat, tensors))
+    found = list(_in_buffers(flat, tensors, shards))
     buffers = {id(each.tensor) for each in found}
     for index, tensor in enumerate(tensors):
         if id(tensor) not in known and id(tensor) not in buffers:
             known[id(tensor)] = tensor
             names[id(tensor)] = [f"optimizer.{index}"]
     whole = [
-        Named(tensor, tuple(names[key]), place_of(tensor))
+        Named(tensor, tuple(names[key]), cut_place(tensor) or place_of(tensor))
         for key, tensor in known.items()
     ]
     return [*whole, *found]
 
 
 def _in_buffers(
-    flat: list[tuple[str, Tensor]], buffers: list[Tensor]
+    flat: list[tuple[str, Tensor]],
+    buffers: list[Tensor],
+    shards: Mapping[int, Shard],
 ) -> Iterator[Named]:
-    """The parts of flat buffers that belong to parameters."""
+    """The parts of flat buffers, and the optimizer's shards, that belong to parameters."""
     names: dict[int, list[str]] = {}
     known = {id(parameter): parameter for _, parameter in flat}
     for name, parameter in flat:
         names.setdefault(id(parameter), []).append(name)
     for key, parameter in known.items():
-        for buffer, run, place in runs_of(parameter, buffers):
+        runs = runs_of(parameter, buffers)
+        if key in shards:
+            runs = iter([shards[key].run_of(parameter)])
+        for buffer, run, place in runs:
             yield Named(buffer, tuple(names[key]), place, run)
 
 

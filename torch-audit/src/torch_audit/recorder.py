@@ -32,9 +32,10 @@ from torch.optim.optimizer import (
 
 from . import records
 from .batches import batch_of
+from .contents import Contents
 from .dtypes import CastsPerturbed, operations_of
 from .outputs import Outputs
-from .parameters import DEEPSPEED, Named, named_parameters, refusal
+from .parameters import DEEPSPEED, Named, Refused, named_parameters, refusal
 from .perturb import perturb
 from .records import (
     BatchRecord,
@@ -46,15 +47,25 @@ from .records import (
 from .shards import local_of, place_of, whole_place
 
 
-class Refused(Exception):
-    """Raised for a program whose parameters the recorder cannot place."""
-
-
 class Recorder:
-    """Records the first `steps` steps of a program."""
+    """Records the first `steps` steps of a program.
 
-    def __init__(self, folder: Path, steps: int, perturbed: int = 0) -> None:
+    With `contents` it also writes hashes of the initial weights; with `find_in` it places the parameters
+    by those of another run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        perturbed: int = 0,
+        *,
+        contents: bool = False,
+        find_in: Path | None = None,
+    ) -> None:
         self.folder, self.steps, self.perturbed = folder, steps, perturbed
+        self.contents = Contents() if contents else None
+        self.find_in = find_in
         self._undo: list[Callable[[], object]] = []
         self._depth = 0  # of nested module calls
         self._named: list[Named] = []
@@ -358,17 +369,26 @@ class Recorder:
 
         The parameters are kept, so their ids stay theirs.
         """
-        earlier = set(self._indices)
-        for each in named_parameters(unnamed):
+        fresh = [
+            each
+            for each in named_parameters(unnamed)
+            if id(each.tensor) not in self._indices
+        ]
+        for each in fresh:
             reason = refusal(each.tensor)
             if each.unknown and "deepspeed" in sys.modules:
                 reason = DEEPSPEED
             if reason:
                 raise Refused(reason)
-            if id(each.tensor) not in earlier:
-                indices = self._indices.setdefault(id(each.tensor), [])
-                indices.append(len(self._named))
-                self._named.append(each)
+        if self.contents is not None:
+            self.contents.add(fresh)
+            self.contents.write(self.folder)
+        if self.find_in is not None:
+            fresh = Contents.read(self.find_in).placed(fresh)
+        for each in fresh:
+            indices = self._indices.setdefault(id(each.tensor), [])
+            indices.append(len(self._named))
+            self._named.append(each)
 
     def _of(self, tensor: Tensor) -> list[int]:
         """The indices of the parameters in an optimizer's tensor: one, or those of a flat buffer."""

@@ -48,10 +48,7 @@ def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
     """The record in the own dtype beside a folder; made unless it is there already."""
     program = Program.read(folder)
     assert program is not None
-    # "one" -> "one-own", and "one-own-1" to "one-own-3" for its perturbed
-    # runs.
-    name = f"{folder.resolve().name}-own" + (f"-{seed}" if seed else "")
-    out = folder.resolve().with_name(name)
+    out = _own(folder, seed)
     # Another comparison with the same reference uses the record again, if it is
     # whole and belongs to this record in float64.
     complete = out / _COMPLETE
@@ -60,8 +57,15 @@ def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
         shutil.rmtree(out, ignore_errors=True)
         say(f"audit: recording {folder} in its own dtype, into {out}")
         say(f"audit: running {shlex.join(program.command)}")
+        find_in = program.settings.find_in
         settings = replace(
-            program.settings, out=out, float64=False, perturbed=seed
+            program.settings,
+            out=out,
+            float64=False,
+            perturbed=seed,
+            # Of the reference in its own dtype, which is recorded first.
+            find_in=find_in and _own(find_in),
+            contents=program.settings.contents and not seed,
         )
         directory = program.directory
         ended, _ = record(
@@ -76,6 +80,12 @@ def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
             raise LaunchError(f"the program of {folder} ended with {ended}")
         complete.write_text(of_record)
     return load(out)
+
+
+def _own(folder: Path, seed: int = 0) -> Path:
+    """The folder of a record in the own dtype: "one-own", and "one-own-1" for a perturbed one."""
+    name = f"{folder.resolve().name}-own" + (f"-{seed}" if seed else "")
+    return folder.resolve().with_name(name)
 
 
 def _digest(folder: Path) -> str:

@@ -17,6 +17,8 @@ class Settings:
     float64: bool = (
         False  # new tensors are float64 unless the program says otherwise
     )
+    contents: bool = False  # also hashes of the weights: see `contents`
+    find_in: Path | None = None  # the run whose contents place the parameters
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment in which an audited program is started."""
@@ -30,6 +32,8 @@ class Settings:
             "TORCH_AUDIT_STEPS": str(self.steps),
             "TORCH_AUDIT_PERTURBED": str(self.perturbed),
             "TORCH_AUDIT_FLOAT64": str(int(self.float64)),
+            "TORCH_AUDIT_CONTENTS": str(int(self.contents)),
+            "TORCH_AUDIT_FIND_IN": str(self.find_in or ""),
         }
 
 
@@ -39,6 +43,8 @@ def settings_of(environment: Mapping[str, str]) -> Settings:
         int(environment["TORCH_AUDIT_STEPS"]),
         int(environment["TORCH_AUDIT_PERTURBED"]),
         environment["TORCH_AUDIT_FLOAT64"] == "1",
+        environment["TORCH_AUDIT_CONTENTS"] == "1",
+        Path(found) if (found := environment["TORCH_AUDIT_FIND_IN"]) else None,
     )
 
 
@@ -51,4 +57,11 @@ def start_recorder(environment: Mapping[str, str]) -> None:
     settings = settings_of(environment)
     if settings.float64:
         torch.set_default_dtype(torch.float64)
-    Recorder(settings.out, settings.steps, settings.perturbed).install()
+    recorder = Recorder(
+        settings.out,
+        settings.steps,
+        settings.perturbed,
+        contents=settings.contents,
+        find_in=settings.find_in,
+    )
+    recorder.install()
