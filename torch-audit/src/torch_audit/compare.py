@@ -100,7 +100,7 @@ def compare(
         verdict.text = _no_common_step(reference, run, perturbed)
         return verdict
     before = numbers[0]
-    vanishing: set[str] = set()
+    moved: set[str] = set()
     for number in numbers:
         left_out = _left_out(reference, run, range(before, number))
         if left_out:
@@ -119,9 +119,9 @@ def compare(
         )
         verdict.parameters = len(pair.theirs)
         verdict.precision = _precision_of(pair)
-        comparison = _Comparison(pair, verdict, names, vanishing)
+        comparison = _Comparison(pair, verdict, names, moved)
         comparison.conduct()
-        vanishing |= comparison.vanishing()
+        moved |= comparison.moved_by_rounding()
         if verdict.result != EQUAL:
             verdict.step = number
             verdict.causes = likely_causes(reference, run, verdict.different)
@@ -420,6 +420,14 @@ class _Comparison:
             for name, each in self.pair.theirs.items()
             # 4 times the limit: below it the gradient is noise.
             if norm_of(each.sketch(GRADIENT) or [0.0]) < 4 * noise[name]
+        }
+
+    def moved_by_rounding(self) -> set[str]:
+        """Parameters with a vanishing gradient that is not exactly zero."""
+        return {
+            name
+            for name in self.vanishing()
+            if any(self.pair.theirs[name].sketch(GRADIENT) or [])
         }
 
     def _trained(self, kind: str) -> list[Parameter]:

@@ -40,18 +40,32 @@ class Shard:
         return self.tensor, slice(0, self.stop - self.start), place
 
 
+def is_cut(parameter: Any) -> bool:
+    """True for a parameter that tensor parallelism has cut."""
+    marked = getattr(parameter, "tensor_model_parallel", False)
+    return bool(marked) and _STATE in sys.modules
+
+
+def tensor_rank(parameter: Any) -> tuple[int, int]:
+    """This process's rank in the group that has cut a parameter, and the size of the group."""
+    state: Any = sys.modules[_STATE]
+    # Experts' weights have a group of their own, and are not reduced with the others.
+    if getattr(parameter, "allreduce", True):
+        return (
+            state.get_tensor_model_parallel_rank(),
+            state.get_tensor_model_parallel_world_size(),
+        )
+    return (
+        state.get_expert_tensor_parallel_rank(),
+        state.get_expert_tensor_parallel_world_size(),
+    )
+
+
 def cut_place(parameter: Any) -> Place | None:
     """The place of a parameter that tensor parallelism has cut, or None if it has not."""
-    state: Any = sys.modules.get(_STATE)
-    if state is None or not getattr(parameter, "tensor_model_parallel", False):
+    if not is_cut(parameter):
         return None
-    # Experts' weights are in a group of their own, and are not reduced with the others.
-    if getattr(parameter, "allreduce", True):
-        rank = state.get_tensor_model_parallel_rank()
-        ranks = state.get_tensor_model_parallel_world_size()
-    else:
-        rank = state.get_expert_tensor_parallel_rank()
-        ranks = state.get_expert_tensor_parallel_world_size()
+    rank, ranks = tensor_rank(parameter)
     axis, stride = parameter.partition_dim, parameter.partition_stride
     shape = list(parameter.shape)
     shape[axis] *= ranks
@@ -60,6 +74,11 @@ def cut_place(parameter: Any) -> Place | None:
     chunks = indices[axis].chunk(ranks * stride)
     indices[axis] = torch.cat(chunks[rank::ranks])
     return Place.of(tuple(shape), tuple(indices))
+
+
+def in_grad_buffer(parameter: Any) -> bool:
+    """True for a parameter whose gradient Megatron keeps in a buffer, from which ranks take their ranges."""
+    return hasattr(parameter, "main_grad")
 
 
 def optimizer_shards(tensors: Iterable[Tensor]) -> dict[int, Shard]:

@@ -10,10 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from .flat_buffers import in_flat_buffer, runs_of
-from .megatron import Shard, cut_place, optimizer_shards
+from .megatron import (
+    Shard,
+    cut_place,
+    in_grad_buffer,
+    is_cut,
+    optimizer_shards,
+    tensor_rank,
+)
 from .shards import Place, local_of, place_of
 
 # Components that wrappers put into names: torch.compile, checkpointing, FSDP.
@@ -57,6 +65,15 @@ class Named:
     def unknown(self) -> bool:
         """True for a tensor that no module holds."""
         return self.names[0].startswith("optimizer.")
+
+
+def mesh_of(tensor: Tensor) -> dict[str, int]:
+    """The sizes of the mesh on which a parameter lies, by dimension."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
+        return dict(zip(names, mesh.shape, strict=True))
+    return {"tp": tensor_rank(tensor)[1]} if is_cut(tensor) else {}
 
 
 def plain_name(name: str) -> str:
@@ -103,9 +120,14 @@ def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
     tensors = list(tensors)
     own = {id(tensor) for tensor in tensors}
     shards = optimizer_shards(tensors)
-    roots = roots_of(
-        lambda x: id(x) in own or id(x) in shards or in_flat_buffer(x)
-    )
+
+    def elsewhere(parameter: Tensor) -> bool:
+        """True if an optimizer trains a parameter in another tensor."""
+        if shards and in_grad_buffer(parameter):
+            return True
+        return in_flat_buffer(parameter)
+
+    roots = roots_of(lambda x: id(x) in own or elsewhere(x))
     names: dict[int, list[str]] = {}
     known: dict[int, Tensor] = {}
     flat = []
@@ -113,8 +135,7 @@ def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
         # An optimizer may hold frozen parameters, too.
         if not parameter.requires_grad and id(parameter) not in own:
             continue
-        elsewhere = id(parameter) in shards or in_flat_buffer(parameter)
-        if elsewhere and id(parameter) not in own:
+        if elsewhere(parameter) and id(parameter) not in own:
             flat.append((name, parameter))
             continue
         known[id(parameter)] = parameter
@@ -145,9 +166,11 @@ def _in_buffers(
     for name, parameter in flat:
         names.setdefault(id(parameter), []).append(name)
     for key, parameter in known.items():
-        runs = runs_of(parameter, buffers)
+        runs: Iterable[tuple[Tensor, slice, Place]] = ()
         if key in shards:
-            runs = iter([shards[key].run_of(parameter)])
+            runs = [shards[key].run_of(parameter)]
+        elif in_flat_buffer(parameter):
+            runs = runs_of(parameter, buffers)
         for buffer, run, place in runs:
             yield Named(buffer, tuple(names[key]), place, run)
 

@@ -35,7 +35,14 @@ from .batches import batch_of
 from .contents import Contents
 from .dtypes import CastsPerturbed, operations_of
 from .outputs import Outputs
-from .parameters import DEEPSPEED, Named, Refused, named_parameters, refusal
+from .parameters import (
+    DEEPSPEED,
+    Named,
+    Refused,
+    mesh_of,
+    named_parameters,
+    refusal,
+)
 from .perturb import perturb
 from .records import (
     BatchRecord,
@@ -399,12 +406,7 @@ class Recorder:
         fresh = self._named[len(self._record.parameters) :]
         for each in fresh:
             self._record.parameters.append(_as_record(each))
-            if isinstance(each.tensor, DTensor):
-                mesh = each.tensor.device_mesh
-                names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
-                self._record.meshes |= dict(
-                    zip(names, mesh.shape, strict=True)
-                )
+            self._record.meshes |= mesh_of(each.tensor)
         tensors = {id(each.tensor): each.tensor for each in fresh}
         self._weights(records.WEIGHT, tensors.values())
 
