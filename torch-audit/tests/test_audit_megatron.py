@@ -121,7 +121,8 @@ class FakeDistributedOptimizer:
             if start >= end:
                 continue  # another rank has it
             self.ranges[id(parameter)] = SimpleNamespace(start=start, end=end)
-            shard = parameter.detach().view(-1)[start:end].clone()
+            shard: Any = parameter.detach().view(-1)[start:end].clone()
+            shard.tensor_model_parallel = parameter.tensor_model_parallel
             # As for parameters in 16 bits, which have a copy, and for others.
             both = [
                 (self.model_fp32_groups, self.shard_fp32_groups),
