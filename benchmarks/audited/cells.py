@@ -84,6 +84,7 @@ def cells() -> list[Cell]:
         *_divide_factors(),
         *_transformers(),
         *_trainer(),
+        *_last_batches(),
         *_auxiliary_losses(),
     ]
 
@@ -229,6 +230,22 @@ def _trainer() -> list[Cell]:
                 )
             )  # fmt: skip
     return found
+
+
+def _last_batches() -> list[Cell]:
+    """Two ranks with 2 rows each, where the last batch of an epoch has 3 rows."""
+    trainer = partial(
+        programs.trainer, "Llama", rows=2, rows_in_all=4 * programs.STEPS - 1
+    )
+    corner = "a last batch of 3 rows"
+    one, many = partial(trainer, microbatches=2), partial(trainer, microbatches=1)  # fmt: skip
+    return [
+        Cell(
+            "transformers", "Llama", f"Trainer, {layout}", corner, FLOAT64, 2, one,
+            partial(many, layout=word),
+        )
+        for layout, word in (("DDP 2", ""), ("FSDP2 2", "FSDP2"))
+    ]  # fmt: skip
 
 
 def _auxiliary_losses() -> list[Cell]:

@@ -52,7 +52,9 @@ class ScriptCell:
 
 
 def cells() -> list[ScriptCell]:
-    return [*_accelerate(), *_lightning(), *_trl(), *_deepspeed()]
+    return [
+        *_accelerate(), *_lightning(), *_trl(), *_deepspeed(), *_megatron(),
+    ]  # fmt: skip
 
 
 def _accelerate() -> list[ScriptCell]:
@@ -103,6 +105,16 @@ def _deepspeed() -> list[ScriptCell]:
             "deepspeed_lm.py", ("0", "4", *word), (stage, "2", *word), float64=False,
         )
         for stage, word in corners
+    ]  # fmt: skip
+
+
+def _megatron() -> list[ScriptCell]:
+    return [
+        ScriptCell(
+            "megatron-core", "tp 2", "accumulation 2", "megatron_lm.py", ("1", "1"),
+            ("2", "2"), float64=float64, model="GPT, tied",
+        )
+        for float64 in (True, False)
     ]  # fmt: skip
 
 

@@ -151,6 +151,7 @@ def trainer(
     alike: bool = False,
     lora: bool = False,
     arguments: dict[str, Any] | None = None,
+    rows_in_all: int = STEPS * BATCH,
     **changes: Any,
 ) -> None:
     """transformers' Trainer with rows of different lengths in each microbatch, and a clip.
@@ -185,9 +186,7 @@ def trainer(
             report_to="none", save_strategy="no", use_cpu=True, remove_unused_columns=False,
             disable_tqdm=True, **given,
         )  # fmt: skip
-        data = [
-            row_of(0 if alike else index) for index in range(STEPS * BATCH)
-        ]
+        data = [row_of(0 if alike else index) for index in range(rows_in_all)]
         Ordered(
             model, training, train_dataset=data, data_collator=padded
         ).train()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "audited.md"
 LIBRARIES = (
-    "torch", "transformers", "accelerate", "lightning", "trl", "deepspeed",
+    "torch", "transformers", "accelerate", "lightning", "trl", "deepspeed", "megatron-core",
 )  # fmt: skip
 RESULTS = ("equal", "refuted", "refused", "not comparable")
 _BEGIN = "<!-- `make audited` writes from here -->"

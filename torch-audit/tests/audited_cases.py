@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from audited_lm import LAYOUTS
+from experts_lm import SPREAD
 from sliced_lm import SLICED
 
 from torch_audit.recorder import Recorder
@@ -36,7 +37,7 @@ def record_case(
         find_in=folder_of(folder, f"one{zeros}") if layout in SLICED else None,
     )
     recorder.install()
-    (LAYOUTS | SLICED)[layout](bug)
+    (LAYOUTS | SLICED | SPREAD)[layout](bug)
     recorder.finish()
 
 

@@ -358,7 +358,7 @@ def tp(bug: str = "") -> None:
         for parameter in (b.attention.q.weight for b in model.blocks.values()):
             parameter.register_hook(lambda gradient: gradient * 2)
     if bug == "reduced twice":
-        model.blocks["1"].down.register_forward_hook(lambda *call: 2 * call[2])
+        model.blocks["1"].down.register_forward_hook(twice)
     train(model, bug=bug)
 
 
@@ -392,6 +392,10 @@ def cp(bug: str = "") -> None:
     train(model, bug=bug, sums=sums, cp=dist.get_world_size())
 
 
+def twice(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
 def drop_outputs(model: Model, seed: int) -> None:
     """Adds dropout after each MLP, which draws from a seed."""
     torch.manual_seed(seed)
@@ -409,6 +413,8 @@ def pipeline(bug: str = "") -> None:
         model.norm = model.head = None
     else:
         model.embed = None
+        if bug == "later stage":
+            model.blocks["1"].down.register_forward_hook(twice)
     stage = PipelineStage(model, rank, 2, torch.device("cpu"))
     optimizer = optimizer_of(model)
     for step in range(STEPS):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from torch_audit.batches import batch_of
+from torch_audit.batches import batch_of, like
 from torch_audit.checks import check_run
 from torch_audit.command import main
 from torch_audit.compare import EQUAL, compare
@@ -344,6 +344,14 @@ def test_the_hash_of_a_sample_does_not_depend_on_padding() -> None:
     assert alone is not None
     assert both.record.rows == [*left.record.rows, *alone.record.rows]
     assert both.record.tokens == 8
+
+
+def test_a_mask_may_be_on_another_device_than_the_tokens() -> None:
+    """The meta device stands for a GPU: it refuses operations with tensors of the CPU."""
+    rows = torch.ones(2, 3, dtype=torch.int64, device="meta")
+    mask = like(torch.ones(1, 3), rows)
+    assert mask is not None
+    assert (mask.device, mask.shape) == (rows.device, (2, 3))
 
 
 def sums_of_outputs(

@@ -42,10 +42,10 @@ def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch | None:
     integers = not values.is_floating_point()
     # Floats by their bits, so that equal hashes mean equal values.
     bits = rows.long() if integers else rows.double().view(torch.int64)
-    kept = _like(named.get("attention_mask"), rows)
+    kept = like(named.get("attention_mask"), rows)
     # Without a mask every element counts.
-    kept = torch.ones_like(bits) if kept is None else (kept != 0).long()
-    positions = _like(named.get("position_ids"), rows)
+    kept = torch.oneslike(bits) if kept is None else (kept != 0).long()
+    positions = like(named.get("position_ids"), rows)
     # Positions count from the first token that is not padding, on whichever
     # side the padding is.
     if positions is None:
@@ -98,7 +98,7 @@ def _chosen(named: Mapping[str, Tensor]) -> Tensor | None:
     return next(iter(integers or tensors), None)
 
 
-def _like(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
+def like(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
     """A mask or positions in the shape of the rows; None if they have another form."""
     if tensor is None:
         return None

@@ -2,14 +2,17 @@
 
 A row of an output belongs to a token, and has signs that are a hash of the token and its position. So the
 sketches of microbatches and of ranks add up to that of all samples, however the samples are divided. Signs
-of features are as those of weights. Where the row of an output belongs to no token, as in a layer of
-experts, nothing is recorded.
+of features are as those of weights.
+
+A later stage of a pipeline sees no tokens, and the rows of an expert are those that were routed to it. So
+the sum of all rows is sketched as well, which needs to know nothing of them.
 """
 
 import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +23,7 @@ from torch.nn import Module, Parameter
 
 from .batches import Batch, tensors_in
 from .parameters import plain_name
-from .records import ModuleRecord
+from .records import ROWS_WIDTH, SUM_WIDTH, ModuleRecord
 from .shards import local_of, place_of
 from .sketch import RANK, feature_signs, signs, sketch_rows
 
@@ -36,7 +39,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self.failed = False
-        self._sums: dict[tuple[str, bool, str], tuple[int, Tensor]] = {}
+        self._sums: dict[tuple[str, bool, str], _Sum] = {}
         self._names: dict[int, str] = {}  # by a module's id
         self._root: Module | None = None  # kept, so that ids stay theirs
         self._rows: _Rows | None = None  # of the call of the model under way
@@ -71,44 +74,99 @@ class Outputs:
         return self._rows is not None and id(module) in self._names
 
     def add(self, module: Module, output: Any) -> None:
-        """Adds the first tensor in a module's output that has a row for each token or sample."""
+        """Adds the first tensor in a module's output that has a row for each token or sample.
+
+        If there is none, it adds the first one that is trained through.
+        """
         self._guarded(self._add_output, module, output)
 
     def _add_output(self, module: Module, output: Any) -> None:
         name, rows = self._names[id(module)], self._rows
         assert rows is not None
-        for _, tensor in tensors_in("", output):
-            if _is_usual(tensor) and rows.fit(tensor):
-                self._add(name, False, rows, tensor)
-                if tensor.requires_grad:
-                    # The hook stays with the graph, and is gone with it.
-                    act = partial(self._add_gradient, name, rows)
-                    graph: Any = tensor  # its stubs are not typed
-                    graph.register_hook(partial(self._guarded, act))
-                return
+        usual = [x for _, x in tensors_in("", output) if _is_usual(x)]
+        fitting = [x for x in usual if rows.fit(x)]
+        # What needs no gradient, as rotary embeddings, may be made once for all samples.
+        others = [x for x in usual if x.ndim > 1 and x.requires_grad]
+        for tensor in (fitting or others)[:1]:
+            self._add(name, False, rows, tensor)
+            if tensor.requires_grad:
+                # The hook stays with the graph, and is gone with it.
+                act = partial(self._add_gradient, name, rows)
+                graph: Any = tensor  # its stubs are not typed
+                graph.register_hook(partial(self._guarded, act))
 
     def take(self) -> Iterator[tuple[ModuleRecord, Tensor]]:
         """Sums since the last call; they start again at zero."""
         taken, self._sums = self._sums, {}
-        for (name, backward, part), (features, numbers) in taken.items():
-            yield ModuleRecord(name, backward, features, part), numbers
+        for (name, backward, part), total in taken.items():
+            record = ModuleRecord(
+                name,
+                backward,
+                total.features,
+                total.width,
+                total.elements,
+                part,
+            )
+            yield record, total.numbers
 
     def _add_gradient(
         self, name: str, rows: "_Rows", gradient: Tensor
     ) -> None:
-        if _is_usual(gradient) and rows.fit(gradient):
+        if _is_usual(gradient) and gradient.ndim > 1:
             self._add(name, True, rows, gradient)
 
     def _add(
         self, name: str, backward: bool, rows: "_Rows", tensor: Tensor
     ) -> None:
-        numbers = rows.sketch(tensor.detach())
-        features = rows.features(tensor)
+        found = _Sum.of(tensor.detach(), rows)
         key = name, backward, _part_of(tensor)
         if key in self._sums:
+            found = found.plus(self._sums[key])
+        self._sums[key] = found
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A module's outputs in some calls."""
+
+    features: int
+    width: int
+    elements: int
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor, rows: "_Rows") -> "_Sum":
+        fits = rows.fit(tensor)
+        by_rows = tensor.new_zeros(ROWS_WIDTH, dtype=torch.float64)
+        if fits:
+            by_rows = rows.sketch(tensor)
+        numbers = torch.cat([local_of(by_rows), sum_of_rows(tensor)])
+        features = rows.features(tensor) if fits else 0
+        local = local_of(tensor)
+        return cls(features, tensor.shape[-1], local.numel(), numbers)
+
+    def plus(self, other: "_Sum") -> "_Sum":
+        # A number of rows may be that of the samples by chance, but not in all calls.
+        same = self.features == other.features
+        return _Sum(
+            self.features if same else 0,
+            self.width,
+            self.elements + other.elements,
             # A module's calls may be on several devices.
-            numbers = numbers + self._sums[key][1].to(numbers.device)
-        self._sums[key] = features, numbers
+            self.numbers + other.numbers.to(self.numbers.device),
+        )
+
+
+def sum_of_rows(tensor: Tensor) -> Tensor:
+    """4 numbers of the sum of all rows of this rank's part of an output."""
+    local = local_of(tensor)
+    rows = local.reshape(-1, local.shape[-1])
+    low = rows.dtype in (torch.bfloat16, torch.float16)
+    total = rows.sum(0, dtype=torch.float32 if low else rows.dtype).double()
+    if isinstance(tensor, DTensor):
+        columns = place_of(tensor).indices[-1].to(local.device)
+        return total @ signs(columns, 1, SUM_WIDTH)
+    return total @ feature_signs(len(total), local.device, SUM_WIDTH)
 
 
 class _Rows:
@@ -164,7 +222,7 @@ class _Rows:
             columns = _flat(indices[axes:], shape[axes:])
             right = signs(columns.to(local.device), 1, 2)
         else:
-            right = feature_signs(features, local.device)
+            right = feature_signs(features, local.device, 2)
         rows = local.reshape(-1, right.shape[0])
         # Tokens may be on the CPU, and parts of a model on several devices.
         left = row_signs.reshape(-1, RANK).to(local.device)

@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 
 from . import records
 from .batches import batch_of
+from .clips import clip_record, with_group
 from .contents import Contents
 from .dtypes import CastsPerturbed, operations_of
 from .outputs import Outputs
@@ -46,7 +47,6 @@ from .parameters import (
 from .perturb import perturb
 from .records import (
     BatchRecord,
-    ClipRecord,
     ModuleRecord,
     ParameterRecord,
     StepRecord,
@@ -167,6 +167,8 @@ class Recorder:
             return
         if torch._C._current_graph_task_id() != -1:
             return  # a recomputation in the backward
+        if _learns_shapes():
+            return
         # Global hooks are not given keyword arguments; the frame that calls them has them.
         kwargs = sys._getframe(1).f_locals.get("kwargs") or {}
         self._guarded(self._batch, module, args, kwargs)
@@ -230,16 +232,13 @@ class Recorder:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if isinstance(parameters, Tensor):
-            parameters = [parameters]
-        parameters = list(parameters)
-        given = [each for each in parameters if each.grad is not None]
+        """A clip that computes the norm itself."""
+        given, parameters = _with_gradients(parameters)
         # The norm's order: an argument by name or position, 2 by default.
         order = float(kwargs.get("norm_type", args[0] if args else 2.0))
         self._guarded(self._before_clip, given)
         norm = original(parameters, max_norm, *args, **kwargs)
-        if self._undo:
-            self._guarded(self._note_clip, given, float(max_norm), order, norm)
+        self._guarded(self._after_clip, given, max_norm, norm, order)
         return norm
 
     def _clip_with_norm(
@@ -251,58 +250,34 @@ class Recorder:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A clip by a norm that the program has computed, as pipelines do."""
-        if isinstance(parameters, Tensor):
-            parameters = [parameters]
-        parameters = list(parameters)
-        given = [each for each in parameters if each.grad is not None]
+        """A clip by a norm that the program has computed, as pipelines do, perhaps group by group."""
+        given, parameters = _with_gradients(parameters)
         self._guarded(self._before_clip, given)
-        if self._undo:
-            self._guarded(
-                self._note_group_clip, given, float(max_norm), total_norm
-            )
-        return original(parameters, max_norm, total_norm, *args, **kwargs)
+        result = original(parameters, max_norm, total_norm, *args, **kwargs)
+        self._guarded(self._after_clip, given, max_norm, total_norm, None)
+        return result
 
     def _before_clip(self, parameters: list[Tensor]) -> None:
         self._step_of(parameters)
         if self._undo:
             self._gradients(records.GRADIENT, parameters)
 
-    def _note_clip(
-        self, parameters: list[Tensor], most: float, order: float, norm: Any
+    def _after_clip(
+        self,
+        parameters: list[Tensor],
+        max_norm: Any,
+        norm: Any,
+        order: float | None,
     ) -> None:
-        part = ""
-        if isinstance(norm, DTensor):
-            coordinate = norm.device_mesh.get_coordinate()
-            # Dimensions over which the norm is still a sum of parts.
-            assert coordinate is not None
-            part = ",".join(
-                f"{dim}:{coordinate[dim]}"
-                for dim, placement in enumerate(norm.placements)
-                if placement.is_partial()
-            )
-        value = (
-            float(local_of(norm)) if isinstance(norm, Tensor) else float(norm)
-        )
+        if not self._undo:
+            return  # that was the last step
         indices = [index for x in parameters for index in self._of(x)]
-        self._record.clips.append(
-            ClipRecord(indices, most, order, value, part)
-        )
-
-    def _note_group_clip(
-        self, parameters: list[Tensor], most: float, norm: Any
-    ) -> None:
-        """Notes a clip of one group. Groups that are clipped by one norm are one clip."""
-        self._note_clip(parameters, most, 2.0, norm)
-        *earlier, clip = self._record.clips
-        if not earlier:
-            return
-        before = earlier[-1]
-        same = (before.most, before.norm, before.part)
-        apart = set(before.parameters).isdisjoint(clip.parameters)
-        if apart and same == (clip.most, clip.norm, clip.part):
-            before.parameters += clip.parameters
-            self._record.clips = earlier
+        clip = clip_record(indices, float(max_norm), norm, order or 2.0)
+        clips = self._record.clips
+        if order is None:
+            self._record.clips = with_group(clips, clip)
+        else:
+            clips.append(clip)
 
     # ---- updates
 
@@ -453,6 +428,27 @@ class Recorder:
             for index, (_, numbers) in enumerate(modules)
         }
         record.write(self.folder)
+
+
+def _learns_shapes() -> bool:
+    """True in a forward by which a pipeline learns the shapes of its messages: it is no part of a step."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        module = str(frame.f_globals.get("__name__"))
+        # `_shape_inference` in torch 2.11, `_forward_metadata_inference` in 2.13.
+        infers = frame.f_code.co_name.endswith("_inference")
+        if infers and module.startswith("torch.distributed.pipelining"):
+            return True
+    return False
+
+
+def _with_gradients(parameters: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of a clip's parameters that have a gradient, and all of them, which may come from a generator."""
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    listed = list(parameters)
+    return [each for each in listed if each.grad is not None], listed
 
 
 def _as_record(named: Named) -> ParameterRecord:

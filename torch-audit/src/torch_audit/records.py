@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 _MAGIC = b"torch-audit"
 WIDTH = 17  # a sum of squares and a sketch
-MODULE_WIDTH = 8  # a smaller sketch of a module's outputs
+# Of a module's outputs: a smaller sketch by rows, and one of the sum of all rows.
+ROWS_WIDTH, SUM_WIDTH = 8, 4
+MODULE_WIDTH = ROWS_WIDTH + SUM_WIDTH
 SUFFIX = ".audit"
 # Kinds of sketches, in the order in which a step makes them.
 WEIGHT, GRADIENT, CLIPPED, UPDATED = KINDS = (
@@ -79,7 +81,11 @@ class ModuleRecord:
 
     name: str
     backward: bool  # gradients of the outputs
-    features: int  # elements for each token, or for each sample
+    features: (
+        int  # elements for each token, or for each sample; 0: a row is neither
+    )
+    width: int  # of the last axis
+    elements: int  # of this rank's outputs
     # Mesh coordinates of this rank's shard or summand of the outputs; "" for a plain tensor.
     part: str
 

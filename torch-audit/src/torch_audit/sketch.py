@@ -126,9 +126,9 @@ def sketch_rows(rows: Tensor, row_signs: Tensor, right: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def feature_signs(features: int, device: torch.device) -> Tensor:
-    """Two columns of signs for all features of an output."""
-    return signs(torch.arange(features, device=device), 1, 2)
+def feature_signs(features: int, device: torch.device, columns: int) -> Tensor:
+    """Columns of signs for all features of an output."""
+    return signs(torch.arange(features, device=device), 1, columns)
 
 
 def _left_signs(along: Sequence[Tensor]) -> Tensor:

@@ -6,12 +6,12 @@ then their gradients. The gradients may all have one factor, as layouts scale th
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from .precision import difference, limits_by_name, usual_difference
-from .records import MODULE, MODULE_WIDTH
+from .records import MODULE, ROWS_WIDTH, ModuleRecord
 from .runs import Step
 from .sketch import norm_of
 
@@ -51,11 +51,29 @@ class Output:
     # By samples and by part of the output: the ranks that have them.
     held: dict[tuple[int, str], dict[int, Sums]] = field(default_factory=dict)
     features: set[int] = field(default_factory=set)
+    elements: dict[tuple[int, str], int] = field(default_factory=dict)
 
-    def add(self, samples: int, part: str, rank: int, numbers: Sums) -> None:
-        ranks = self.held.setdefault((samples, part), {})
-        earlier = ranks.get(rank, [0.0] * MODULE_WIDTH)
-        ranks[rank] = [a + b for a, b in zip(earlier, numbers, strict=True)]
+    def add(
+        self,
+        samples: int,
+        module: ModuleRecord,
+        rank: int,
+        numbers: Sums,
+        features: int,
+    ) -> None:
+        key = samples, module.part
+        self.held.setdefault(key, {})[rank] = numbers
+        self.features.add(features)
+        self.elements[key] = module.elements
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for ranks in self.held.values() for rank in ranks}
+
+    @property
+    def shape(self) -> tuple[set[int], int]:
+        """Features of a row, and elements in all, where copies count once."""
+        return self.features, sum(self.elements.values())
 
     def of_copies(self) -> Sums:
         """The sum over all samples and shards, where ranks with equal ones have copies."""
@@ -90,28 +108,86 @@ Outputs = dict[tuple[str, bool], Output]
 
 
 def outputs_of(step: Step) -> Outputs:
-    """All outputs of a step, in the order of execution on the lowest rank that has them."""
-    samples = _samples_by_rank(step)
+    """All outputs of a step by their rows, in the order of execution on the lowest rank that has them."""
+    with_samples = {rank for rank, _ in step.batches()}
     found: Outputs = {}
-    for rank, record in sorted(step.ranks.items()):
+    for rank, module, numbers in _modules(step):
         # Stages of a pipeline that are given activations know no tokens.
-        if rank not in samples:
-            continue
-        numbers = record.sketches.get(MODULE, {})
-        for index, module in enumerate(record.modules):
+        if rank in with_samples and module.features:
             key = module.name, module.backward
             output = found.setdefault(key, Output(*key))
-            output.add(samples[rank], module.part, rank, numbers[index])
-            output.features.add(module.features)
+            by_rows = numbers[:ROWS_WIDTH]
+            samples = _samples_of(step, rank)
+            output.add(samples, module, rank, by_rows, module.features)
     return found
 
 
-def _samples_by_rank(step: Step) -> dict[int, int]:
-    """A number of each rank's samples, equal for ranks that have the same ones."""
-    rows: dict[int, list[int]] = {}
-    for rank, batch in step.batches():
-        rows.setdefault(rank, []).extend(batch.rows)
-    return {rank: hash(tuple(sorted(own))) for rank, own in rows.items()}
+def sums_of(step: Step) -> Outputs:
+    """The same by the sums of all rows, also of later stages and experts."""
+    found: Outputs = {}
+    for rank, module, numbers in _modules(step):
+        key = module.name, module.backward
+        output = found.setdefault(key, Output(*key))
+        total = numbers[ROWS_WIDTH:]
+        samples = _samples_of(step, rank)
+        output.add(samples, module, rank, total, module.width)
+    return found
+
+
+def _modules(step: Step) -> Iterator[tuple[int, ModuleRecord, Sums]]:
+    for rank, record in sorted(step.ranks.items()):
+        numbers = record.sketches.get(MODULE, {})
+        for index, module in enumerate(record.modules):
+            yield rank, module, numbers[index]
+
+
+def _samples_of(step: Step, rank: int) -> int:
+    """A number of a rank's samples, or of the activations that it is given: equal for copies."""
+    rows = [row for batch in step.ranks[rank].batches for row in batch.rows]
+    return hash(tuple(sorted(rows)))
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """The outputs that two runs and the perturbed ones have alike, in the reference's order."""
+
+    found: Outputs
+    expected: Outputs
+    perturbed: list[Outputs]
+
+
+def _comparable(
+    ours: Step, theirs: Step, perturbed: Sequence[Step]
+) -> _Compared:
+    """Outputs by their rows where both runs know them, else by the sum of rows."""
+    by_rows = [outputs_of(step) for step in (ours, theirs, *perturbed)]
+    by_sum = [sums_of(step) for step in (ours, theirs, *perturbed)]
+    chosen: list[Outputs] = [{} for _ in by_rows]
+    for key in by_sum[1]:
+        if (
+            _alike(by_rows, key)
+            and by_rows[0][key].ranks == by_sum[0][key].ranks
+        ):
+            source = by_rows
+        elif (
+            _alike(by_sum, key)
+            and by_sum[0][key].shape == by_sum[1][key].shape
+        ):
+            source = by_sum
+        else:
+            continue
+        for outputs, kept in zip(source, chosen, strict=True):
+            if key in outputs:
+                kept[key] = outputs[key]
+    found, expected, *others = chosen
+    return _Compared(found, expected, others)
+
+
+def _alike(runs: Sequence[Outputs], key: tuple[str, bool]) -> bool:
+    found, expected, *_ = runs
+    if key not in found or key not in expected:
+        return False
+    return found[key].features == expected[key].features
 
 
 def samples_in_all(step: Step) -> Counter[int]:
@@ -144,17 +220,13 @@ def where(
     if not same_samples(ours, theirs):
         reason = "a run gives some samples to its modules more often"
         return Where(Begins.UNKNOWN, reason=reason)
-    found, expected = outputs_of(ours), outputs_of(theirs)
-    keys = [
-        key
-        for key, output in expected.items()
-        if key in found and found[key].features == output.features
-    ]
+    both = _comparable(ours, theirs, perturbed)
+    keys = list(both.expected)
     if not keys:
         reason = "no module of both runs has a row for each token"
         return Where(Begins.UNKNOWN, reason=reason)
     relative = usual_difference(precision, first=first)
-    search = _Search(found, expected, perturbed, precision, relative)
+    search = _Search(both, precision, relative)
     forward = [key for key in keys if not key[1]]
     backward = [key for key in keys if key[1]]
     return (
@@ -168,15 +240,10 @@ class _Search:
     """The search for the first output that differs."""
 
     def __init__(
-        self,
-        found: Outputs,
-        expected: Outputs,
-        perturbed: Sequence[Step],
-        precision: str,
-        relative: float,
+        self, compared: _Compared, precision: str, relative: float
     ) -> None:
-        self.found, self.expected = found, expected
-        self.perturbed = [outputs_of(step) for step in perturbed]
+        self.found, self.expected = compared.found, compared.expected
+        self.perturbed = compared.perturbed
         self.precision = precision
         self.relative = relative  # usual for the precision
         self.factor = 1.0
