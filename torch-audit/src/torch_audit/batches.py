@@ -44,7 +44,7 @@ def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch | None:
     bits = rows.long() if integers else rows.double().view(torch.int64)
     kept = like(named.get("attention_mask"), rows)
     # Without a mask every element counts.
-    kept = torch.oneslike(bits) if kept is None else (kept != 0).long()
+    kept = torch.ones_like(bits) if kept is None else (kept != 0).long()
     positions = like(named.get("position_ids"), rows)
     # Positions count from the first token that is not padding, on whichever
     # side the padding is.

@@ -57,6 +57,18 @@ from .shards import local_of, place_of, whole_place
 class Recorder:
     """Records the first `steps` steps of a program.
 
+    A step of training comes to the hooks in this order, more than once where gradients accumulate:
+
+    1. `_enter` and `_leave`, for each module: the batch of the outermost one, and the outputs of all;
+    2. `_backward`: the loss;
+    3. `_clip` or `_clip_with_norm`: the gradients before the clip, and the norm;
+    4. `_before_update`: the gradients as the optimizer is given them;
+    5. `_after_update`: the new weights. The file of the step is written, and again after each further
+       optimizer.
+
+    3 and 4 call `_step_of` first. It names parameters that were not seen before, sketches their weights,
+    and begins a new step once a parameter has had its update.
+
     With `contents` it also writes hashes of the initial weights; with `find_in` it places the parameters
     by those of another run.
     """
