@@ -21,6 +21,7 @@ from torch_audit.recorder import Recorder
 from torch_audit.records import (
     GRADIENT,
     KINDS,
+    ROWS_WIDTH,
     UPDATED,
     WEIGHT,
     RecordError,
@@ -385,10 +386,18 @@ def test_outputs_do_not_depend_on_how_samples_are_batched() -> None:
     assert [key for key in together if not key[1]] == forward
     assert found.keys() == together.keys()
     for key, numbers in together.items():
+        by_rows = numbers[:ROWS_WIDTH]
+        torch.testing.assert_close(found[key][:ROWS_WIDTH], by_rows)
+        assert by_rows.abs().max() > 0
+    # The sums of all rows, in which padding is not left out.
+    every = torch.ones_like(mask)
+    together = sums_of_outputs(model, [(tokens, every)])
+    apart = [(tokens[1:], every[1:]), (tokens[:1], every[:1])]
+    found = sums_of_outputs(model, apart)
+    for key, numbers in together.items():
         torch.testing.assert_close(found[key], numbers)
-        assert numbers.abs().max() > 0
     # Another token is seen in all outputs.
-    other = sums_of_outputs(model, [(tokens.where(tokens != 6, 5), mask)])
+    other = sums_of_outputs(model, [(tokens.where(tokens != 6, 5), every)])
     for key, numbers in together.items():
         assert (other[key] - numbers).abs().max() > 1e-3
 
