@@ -209,6 +209,10 @@ def test_contents_are_written_and_read_from_the_command_line(
     main(find)
     (record,) = load(Path(half)).first.ranks.values()
     assert [x.place for x in record.parameters] == ["[3:6, :]", "[3:6]"]
+    (tmp_path / "one" / "contents").write_text("[]\n12345678")
+    again = [str(tmp_path / "again") if x == half else x for x in find]
+    assert main(again) == 2
+    assert "holds no contents" in capsys.readouterr().err
     # Half of the rows is no whole parameter.
     assert main(["compare", one, half]) != 0
     assert "do not make up the whole" in capsys.readouterr().out

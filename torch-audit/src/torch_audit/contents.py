@@ -9,7 +9,9 @@ its module: it has the rows that they have, if it has the values of these rows. 
 refused.
 """
 
+import json
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from .records import RecordError
 from .shards import Place
 from .sketch import mixed
 
-FILE = "contents.pt"
+FILE = "contents"
 _BLOCK = 1 << 20  # elements that are hashed at once
 
 
@@ -34,7 +36,8 @@ def slice_hashes(tensor: Tensor, axis: int) -> Tensor:
     rows = slices.reshape(slices.shape[0], size)
     order = mixed(torch.arange(size, device=rows.device))
     found = [torch.zeros(0, dtype=torch.int64)]
-    for block in rows.split(max(1, _BLOCK // max(1, size))):
+    height = max(1, _BLOCK // max(1, size))
+    for block in torch.split(rows, height):
         # In float64, which all dtypes have without rounding.
         bits = block.double().view(torch.int64)
         found.append(mixed(bits + order).sum(1).cpu())
@@ -138,8 +141,20 @@ class Contents:
             raise RecordError(
                 f"{folder} holds no contents of weights: record it again with --one --contents."
             )
-        listed = torch.load(path, weights_only=True)
-        return cls(Weight(tuple(n), tuple(s), tuple(h)) for n, s, h in listed)
+        # The first line lists the weights; the hashes of each axis follow, one weight after the other.
+        line, _, rest = path.read_bytes().partition(b"\n")
+        try:
+            listed = json.loads(line)
+            numbers = torch.tensor(array("q", rest), dtype=torch.int64)
+            sizes = [size for _, shape in listed for size in shape]
+            parts = list(torch.split(numbers, sizes))
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise RecordError(f"{path} holds no contents.") from error
+        weights = []
+        for names, shape in listed:
+            hashes = [parts.pop(0) for _ in shape]
+            weights.append(Weight(tuple(names), tuple(shape), tuple(hashes)))
+        return cls(weights)
 
     def add(self, parameters: Iterable[Named]) -> None:
         """Adds weights that this process holds whole."""
@@ -148,8 +163,13 @@ class Contents:
                 self.weights.append(Weight.of(named))
 
     def write(self, folder: Path) -> None:
-        listed = [(x.names, x.shape, x.hashes) for x in self.weights]
-        torch.save(listed, folder / FILE)
+        listed = [(x.names, x.shape) for x in self.weights]
+        numbers = array("q")
+        for weight in self.weights:
+            for hashes in weight.hashes:
+                numbers.extend(hashes.tolist())
+        line = json.dumps(listed).encode() + b"\n"
+        (folder / FILE).write_bytes(line + numbers.tobytes())
 
     def placed(self, parameters: Sequence[Named]) -> list[Named]:
         """The parameters with their names and places in the reference; several for a joined tensor."""

@@ -88,9 +88,10 @@ def record(
         )
     settings = replace(settings, out=out)
     if settings.find_in is not None:
-        settings = replace(settings, find_in=settings.find_in.resolve())
+        find_in = settings.find_in.resolve()
         # Before the program starts: each of its ranks would fail alike.
-        Contents.read(settings.find_in)
+        Contents.read(find_in)
+        settings = replace(settings, find_in=find_in)
     Program(list(command), directory or os.getcwd(), one, settings).write()
     environment = settings.environment(os.environ)
     if one:
