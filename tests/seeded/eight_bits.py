@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.comm import Work
-from phalanx.parallel import low_precision
+from phalanx.parallel import low_precision, pieces
 from phalanx.parallel.low_precision import Rounded
 from phalanx.parallel.narrow import NarrowUnit
+from phalanx.parallel.products import MatmulSpec
 
 from .fault import fault, swapped
 
@@ -188,12 +189,18 @@ def _() -> AbstractContextManager[None]:
     "step 0: the gradient of layers.",
 )
 def _() -> AbstractContextManager[None]:
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_weight = ctx.matmul.weight_gradient(x, gradient).to(x.dtype)
-        return ctx.matmul.input_gradient(gradient, weight), of_weight, None
+    right = pieces._contribute
 
-    return swapped(low_precision._OfExpert, "backward", staticmethod(backward))
+    def contribute(
+        unit: Any, name: str, x: Tensor, gradient: Tensor, spec: MatmulSpec
+    ) -> None:
+        if spec.expert is None or spec.matmul is None:
+            right(unit, name, x, gradient, spec)
+            return
+        product = spec.matmul.weight_gradient(x, gradient)
+        unit.parameters[name].grad[spec.expert] += product
+
+    return swapped(pieces, "_contribute", contribute)
 
 
 @fault(

@@ -7,7 +7,7 @@ are computed in float32 or wider. Not here: the placement of experts on ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -367,6 +367,12 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None = None
 
 
+def _unbound(weight: Tensor) -> Sequence[Tensor]:
+    """The weights of single experts."""
+    # All at once: the gradient of `weight[e]` would have the size of all experts.
+    return weight.unbind()
+
+
 class ExpertProducts(nn.Module):
     """The matmuls of the experts, each a gated MLP, on tokens already sorted by expert.
 
@@ -378,8 +384,11 @@ class ExpertProducts(nn.Module):
         super().__init__()
         hidden, ffn, experts = sizes.hidden, sizes.expert_ffn, sizes.experts
         self.activation, self.ranks = sizes.activation, 1
-        # Replaceable, for example by an fp8 matmul.
-        self.product: Product = F.linear
+        # Replaceable, for example by an fp8 matmul: the product with one expert's weight,
+        # as `each_expert` returns it. Without grouped kernels, all are computed so.
+        self.product: Callable[[Tensor, Any, Tensor | None], Tensor] = F.linear
+        self.each_expert: Callable[[Tensor], Sequence[Any]] = _unbound
+        self.grouped_kernels = True
         # With it, the tokens of each sender are multiplied apart. It gives the weight
         # of a name for a sender, whose gradient is kept apart too.
         self.weight_of_sender: Callable[[str, Tensor, int], Tensor] | None = (
@@ -455,21 +464,22 @@ class ExpertProducts(nn.Module):
         own = own or self.weights()
         if tokens.is_meta:
             return self._as_if_even(tokens, own)
-        widths = self.up.shape[1:]
-        plain, narrow = self.product is F.linear, tokens.dtype in HALVES
+        widths, narrow = self.up.shape[1:], tokens.dtype in HALVES
         # `grouped_mm` loads 16 bytes at once, so widths in 16 bits must be multiples of
         # 8.
         if (
             tokens.is_cuda
-            and plain
+            and self.grouped_kernels
             and narrow
             and not any(n % 8 for n in widths)
         ):
             return self.grouped(tokens, counts, own)
-        # Unbind at once: the gradient of `weight[e]` would have the size of all
-        # experts.
         parts: list[Any] = [
-            (None,) * len(self.up) if x is None else x.unbind() for x in own
+            *map(self.each_expert, (own.gate, own.up, own.down))
+        ]
+        parts += [
+            (None,) * len(self.up) if x is None else x.unbind()
+            for x in (own.gate_bias, own.up_bias, own.down_bias)
         ]
         # `tolist` waits for a GPU: the lengths of the runs are read on the host.
         runs, product = torch.split(tokens, counts.tolist()), self.product

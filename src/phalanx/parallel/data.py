@@ -460,20 +460,20 @@ class Unit:
         first = name in self.fresh
         if first:
             self.fresh.discard(name)
-        # One dtype: the matmul writes or adds right into the gradient.
-        if grad.dtype == a.dtype:
-            torch.mm(a, b, out=grad) if first else grad.addmm_(a, b)
-        elif grad.dtype == torch.float32 and _sums_wide(a):
-            # Accumulate in float32 straight from the matmul: an intermediate rounding
-            # to 16 bits is as large as one microbatch's share among many.
-            if first:
-                _aten.mm.dtype_out(a, b, grad.dtype, out=grad)
-            else:
-                _aten.addmm.dtype_out(grad, a, b, grad.dtype, out=grad)
-        else:
-            # No such kernel on this device: a product of its own, then a copy or a sum.
-            product = torch.mm(a, b)
-            grad.copy_(product) if first else grad.add_(product)
+        _add_product(grad, a, b, first=first)
+
+    def contribute_expert(
+        self, name: str, a: Tensor, b: Tensor, expert: int
+    ) -> None:
+        """Add the product of two matrices to the gradient of one expert's weight.
+
+        The weights of all experts are one tensor, whose gradient is zeroed when it is
+        opened: an expert without tokens adds nothing.
+        """
+        grad = self.parameters[name].grad
+        assert grad is not None
+        if a.shape[1]:
+            _add_product(grad[expert], a, b, first=False)
 
     def contribute_part(
         self, name: str, a: Tensor, b: Tensor, place: Place
@@ -634,6 +634,24 @@ class PlainUnit(Unit):
 
 
 _aten: Any = torch.ops.aten
+
+
+def _add_product(grad: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Add a product to a gradient, or write it there if it is the first."""
+    # One dtype: the matmul writes or adds right into the gradient.
+    if grad.dtype == a.dtype:
+        torch.mm(a, b, out=grad) if first else grad.addmm_(a, b)
+    elif grad.dtype == torch.float32 and _sums_wide(a):
+        # Accumulate in float32 straight from the matmul: an intermediate rounding to 16
+        # bits is as large as one microbatch's share among many.
+        if first:
+            _aten.mm.dtype_out(a, b, grad.dtype, out=grad)
+        else:
+            _aten.addmm.dtype_out(grad, a, b, grad.dtype, out=grad)
+    else:
+        # No such kernel on this device: a product of its own, then a copy or a sum.
+        product = torch.mm(a, b)
+        grad.copy_(product) if first else grad.add_(product)
 
 
 def _sums_wide(a: Tensor) -> bool:

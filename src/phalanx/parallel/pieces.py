@@ -145,6 +145,11 @@ def _contribute(
     unit: Unit, name: str, x: Tensor, gradient: Tensor, spec: MatmulSpec
 ) -> None:
     """Add a product's weight gradient to that of its unit."""
+    if spec.expert is not None:
+        # The layout decides which tokens of an expert are on one rank, and in which order.
+        # So this sum over them keeps the layout's precision, also beside fp8 matmuls.
+        unit.contribute_expert(name, gradient.mT, x, spec.expert)
+        return
     # Scales end with a sequence, so x keeps its sequence dim here.
     if spec.matmul:
         product = spec.matmul.weight_gradient(x, gradient)
@@ -255,6 +260,15 @@ class _Product(FrequentFunction):
                 )
             )
         return into, bias, None, None
+
+
+def _expert_product(x: Tensor, factor: _Factor, bias: Tensor | None) -> Tensor:
+    """The product of an expert's tokens x (n, in) with its weight; n may be 0."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return multiply(x, factor.weight, bias, factor.spec)
+    # Never postponed to `W`: grouped kernels compute these weight gradients in `I`.
+    y: Tensor = _Product.call(x, bias, factor, None)
+    return y
 
 
 def chunked_child(module: nn.Module) -> str:
@@ -377,12 +391,7 @@ class Piece:
         chunked = self._chunked_output()
         for child in module.modules():
             if isinstance(child, ExpertProducts):
-                unit = self.owners[child.up][0]
-                if isinstance(unit, ExactUnit) and unit.senders > 1:
-                    child.weight_of_sender = self._of_sender(child)
-                matmul = self.owners[child.up][0].precision.matmul
-                if isinstance(matmul, EightBits) and matmul.traits.experts:
-                    child.product = partial(of_expert, matmul)
+                self._install_experts(child)
             if child is chunked:
                 head: Any = child
                 head.__class__ = _Linear
@@ -432,6 +441,32 @@ class Piece:
             return unit.of_slot(name, weight, sender)
 
         return weight_of
+
+    def _install_experts(self, experts: ExpertProducts) -> None:
+        """Give experts the layout's matmul, and weight gradients without temporaries."""
+        unit, _ = self.owners[experts.up]
+        if isinstance(unit, ExactUnit) and unit.senders > 1:
+            experts.weight_of_sender = self._of_sender(experts)
+        matmul: EightBits | None = None
+        given = unit.precision.matmul
+        if isinstance(given, EightBits) and given.traits.experts:
+            matmul = given
+            experts.grouped_kernels = False
+        if unit.plain or self.compiled or isinstance(unit, ExactUnit):
+            # Gradients are autograd's own, or go to slots of a leaf.
+            if matmul is not None:
+                experts.product = partial(of_expert, matmul)
+            return
+        spec = MatmulSpec(transposed=False, matmul=matmul)
+
+        def each_expert(weight: Any) -> list[_Factor]:
+            owner, name = self.owners[weight]
+            return [
+                _Factor(weight, owner, name, spec._replace(expert=number))
+                for number in range(len(weight))
+            ]
+
+        experts.each_expert, experts.product = each_expert, _expert_product
 
     def _chunked_output(self) -> nn.Module | None:
         """The output projection of a head whose loss makes the logits by chunks."""

@@ -50,6 +50,7 @@ class MatmulSpec(NamedTuple):
     slot: int | None = (
         None  # the part of a leaf for its gradient: see `time_parts.py`
     )
+    expert: int | None = None  # of a stack of experts' weights, the one in use
 
     def factor(self, weight: Tensor) -> Any:
         """The weight as the factor of a matmul, (out, in), with scales if in 8 bits."""
@@ -61,8 +62,7 @@ def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: MatmulSpec
 ) -> Tensor:
     """Multiply x (..., in) by a weight."""
-    if spec.place is not None:
-        weight = _part(weight, spec.place)
+    weight = _used(weight, spec)
     if spec.matmul is None:
         # Only a linear has a bias, and its weight is (out, in).
         return x @ weight if spec.transposed else F.linear(x, weight, bias)
@@ -73,13 +73,17 @@ def multiply(
 def into_input(gradient: Tensor, weight: Tensor, spec: MatmulSpec) -> Tensor:
     """The gradient of x in that product, given the gradient (..., out) of its output."""
     # (..., out) times (out, in)
-    if spec.place is not None:
-        weight = _part(weight, spec.place)
+    weight = _used(weight, spec)
     if spec.matmul is None:
         return gradient @ (weight.mT if spec.transposed else weight)
     return spec.matmul.input_gradient(gradient, spec.factor(weight))
 
 
-def _part(weight: Tensor, place: Place) -> Tensor:
-    """A part of a weight, with the same strides on every rank."""
-    return weight[place].contiguous()
+def _used(weight: Tensor, spec: MatmulSpec) -> Tensor:
+    """The weight, or the part of it that a product uses."""
+    if spec.expert is not None:
+        return weight[spec.expert]
+    if spec.place is not None:
+        # With the same strides on every rank.
+        return weight[spec.place].contiguous()
+    return weight

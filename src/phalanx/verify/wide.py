@@ -82,12 +82,12 @@ NARROW = {
     "models/rope.py:rotate": "_to_copy",
     "parallel/context.py:ring_attention": "_to_copy",
     "parallel/context.py:ring_gradients": "_to_copy",
-    "parallel/data.py:Unit.contribute": "mm",
     "parallel/data.py:Unit.contribute_part": "mm",
     "parallel/exact.py:ExactUnit.contribute_to_slot": "mm",
     "parallel/data.py:Unit.gather": "_to_copy",
     "parallel/data.py:Unit.load": "copy_",
     "parallel/data.py:Unit.refresh": "copy_",
+    "parallel/data.py:_add_product": "mm",
     "parallel/products.py:into_input": "mm",
     # a bias, beside fp8 matmuls
     "parallel/products.py:multiply": "add addmm mm",
