@@ -2,6 +2,7 @@
 findings of `verify`."""
 
 from . import (
+    ahead,
     eight_bits,
     engine,
     late,
@@ -32,6 +33,7 @@ LISTED = (
     routed,
     matrices,
     soap,
+    ahead,
     eight_bits,
     steps,
     late,

@@ -45,8 +45,10 @@ RANKS = {"gqa": 8, "mlp": 8}
 COUNTS = {name: 4 if name == "gqa" else 2 for name in SHAPES} | dict.fromkeys(
     ("qwen", "odd", "gemma", "olmo"), 4
 )
+COUNTS["ahead"] = 6
 DEFAULT = {"qwen": {0}, "odd": {1}, "gemma": {2}, "olmo": {3}, "experts": {0}}
 DEFAULT |= {"latent": set[int](), "sinks": set[int]()}
+DEFAULT["ahead"] = {0}
 CHOSEN = [
     pytest.param(
         name,

@@ -104,9 +104,9 @@ def _again(request: Request, layout: Layout) -> float:
     if layout.recompute in ("none", "selective"):
         return 0.0
     ops = forward_flops(request.shape, request.batch, request.sequence)
-    # Pieces 1 to `layers` are the blocks; the embedding and the head are not
-    # recomputed.
-    return sum(op.causal for op in ops if 0 < op.piece <= request.shape.layers)
+    # The embedding and the head are not recomputed.
+    last = request.shape.pieces - 1
+    return sum(op.causal for op in ops if 0 < op.piece < last)
 
 
 # ---- as JSON

@@ -20,6 +20,7 @@ from ..layout import Layout, LayoutError, StagedPieces, piece_layout
 from ..layout.choices import DTYPES, PRECISIONS
 from ..models import ExpertsPart
 from ..models.experts import CHOICES
+from ..models.mtp import HIDDEN, look_ahead
 from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import edge_shape
 from ..parallel.experts import SENT, cut_blocks
@@ -167,7 +168,9 @@ def _batch(
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
     names = ["tokens", "targets", "positions"]
     names += ["noise"] * bool(model.shape.dropout)
-    return {name: torch.empty_like(ids) for name in names}
+    batch = {name: torch.empty_like(ids) for name in names}
+    ahead = model.shape.mtp
+    return batch | (look_ahead(batch, ahead) if ahead else {})
 
 
 def into(
@@ -179,7 +182,15 @@ def into(
     as many tokens as it sends.
     """
     if SENT not in piece.takes:
-        return {} if piece.first else {"x": edge}
+        if piece.first:
+            return {}
+        # Hidden states that the head needs besides x.
+        beside = {
+            name: comes[name]
+            for name in piece.takes
+            if name == HIDDEN and name in comes
+        }
+        return {"x": edge, **beside}
     # Counts become routes on the way: (senders, experts), here with one sender.
     comes = {**comes, "routes": ((1, *comes["counts"][0]), torch.long)}
     return {name: comes[name] for name in piece.takes if name in comes}

@@ -64,7 +64,11 @@ def sizes_of(
             )
             # Microbatches differ by at most one row, and the first is the longest.
             own = microbatches(
-                whole, layout, held.coordinates["data"], held.coordinates["cp"]
+                whole,
+                layout,
+                held.coordinates["data"],
+                held.coordinates["cp"],
+                ahead=held.ahead,
             )[0]
             own = held.complete(own)
             width = model.shape.hidden if model.shape else 0

@@ -102,7 +102,7 @@ class DecoderReader(CachingReader):
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.blocks = [piece for _, piece in model.pieces[1:-1]]
+        self.blocks = blocks_of(model)
         head = model.pieces[-1][1]
         assert isinstance(head, Head)
         self.embed, self.head = model.pieces[0][1], head
@@ -123,9 +123,15 @@ class DecoderReader(CachingReader):
         return self.head.logits(x[:, -last:])
 
 
+def blocks_of(model: Model) -> list[nn.Module]:
+    """The blocks up to the next token; modules that predict later ones are left out."""
+    layers = model.shape.layers if model.shape else len(model.pieces) - 2
+    return [piece for _, piece in model.pieces[1 : 1 + layers]]
+
+
 def is_cacheable(model: Model) -> bool:
     """True if a model consists of the built-in decoder's pieces."""
-    blocks = [piece for _, piece in model.pieces[1:-1]]
+    blocks = blocks_of(model)
     attentions = [getattr(block, "attn", None) for block in blocks]
     cores = [getattr(attention, "core", None) for attention in attentions]
     ends_as_decoder = isinstance(model.pieces[-1][1], Head)

@@ -207,6 +207,7 @@ def uncut_time(x: Layout, s: Shape) -> tuple[str, str] | None:
         "the mlp": s.kind == "mlp",
         "LoRA": s.lora_r,
         "sinks": s.sinks,
+        "mtp": s.mtp,
         "dropout with seq": s.dropout and x.seq,
     }
     for which, has_it in uncompared.items():
@@ -225,6 +226,7 @@ def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
         "the mlp": s.kind == "mlp",
         "qk_norm_wide": s.qk_norm_wide,
         "LoRA": s.lora_r,
+        "mtp": s.mtp,
     }
     for which, has_it in uncompared.items():
         if has_it:

@@ -115,6 +115,10 @@ def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
     blocks = [block_kind(shape, piece) for piece in range(1, 1 + shape.layers)]
     # Blocks without experts come first, as in every shape.
     kinds = list(dict.fromkeys(blocks))
+    # In both shapes, blocks of multi-token prediction are like the last one.
+    if shape.mtp:
+        kinds.remove(blocks[-1])
+        kinds.append(blocks[-1])
     few = replace(
         shape,
         layers=len(kinds),
@@ -126,7 +130,19 @@ def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
     )
     # Blocks of the small shape are numbered from 1: piece 0 is the embedding.
     numbers = {kind: number for number, kind in enumerate(kinds, 1)}
-    return few, (0, *(numbers[kind] for kind in blocks), few.pieces - 1)
+    ahead = []
+    for piece in range(1 + shape.layers, shape.pieces - 1):
+        # As many modules follow in both shapes.
+        same = piece - shape.layers + few.layers
+        if shape.is_block(piece):
+            same = numbers.get(block_kind(shape, piece), same)
+        ahead.append(same)
+    return few, (
+        0,
+        *(numbers[kind] for kind in blocks),
+        *ahead,
+        few.pieces - 1,
+    )
 
 
 def _frozen(shape: Shape, kinds: Sequence[BlockKind]) -> tuple[str, ...]:

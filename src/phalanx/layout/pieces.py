@@ -373,7 +373,9 @@ def linear_products(row: PieceRow, shape: Shape) -> tuple[LinearProduct, ...]:
     """The matmuls of a piece with weights that each token needs. A lookup is none."""
     if row.piece == 0:
         return ()
-    every = (*row.weights, *row.tied)
+    # A tied weight is the output's, except for a later lookup in the embedding.
+    tied = () if shape.is_join(row.piece) else row.tied
+    every = (*row.weights, *tied)
     return tuple(
         product for weight in every for product in _product(weight, shape)
     )
@@ -412,7 +414,7 @@ def piece_work(row: PieceRow, shape: Shape) -> int:
     )
     if shape.kind == "mlp":
         return token
-    attends = 0 < row.piece <= shape.layers and row.part in (
+    attends = shape.is_block(row.piece) and row.part in (
         BlockPart.WHOLE,
         BlockPart.ROUTING,
     )
@@ -423,13 +425,19 @@ def piece_work(row: PieceRow, shape: Shape) -> int:
 
 @lru_cache(maxsize=256)
 def work_of_pieces(shape: Shape) -> tuple[int, ...]:
-    """The forward work of each of the model's pieces; see `piece_work`."""
+    """The forward work of the embedding, of each block, and of the head; see
+    `piece_work`.
+
+    Modules of multi-token prediction are on the head's stage and count as part of it.
+    """
     # Blocks of one kind do the same work, which is counted once.
     known: dict[int, int] = {}
     for row in shape.rows:
         if row.kind not in known:
             known[row.kind] = piece_work(row, shape)
-    return tuple(known[row.kind] for row in shape.rows)
+    each = [known[row.kind] for row in shape.rows]
+    behind = 1 + shape.layers
+    return (*each[:behind], sum(each[behind:]))
 
 
 # ---- the rows of the built-in models
@@ -466,8 +474,9 @@ def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
             )
         row = replace(kinds[key], piece=piece)
         # The output reads the embedding's weight, which stays in the unit of
-        # piece 0.
-        if shape.tied and piece == shape.pieces - 1:
+        # piece 0. So do later lookups.
+        output = shape.tied and piece == shape.pieces - 1
+        if output or shape.is_join(piece):
             tied = tuple(
                 weight
                 for weight in rows[0].weights
@@ -482,8 +491,8 @@ def _kind(
     shape: Shape, piece: int, part: BlockPart, *, frozen: bool
 ) -> tuple[object, ...]:
     """Everything in which the pieces of one shape's program can differ."""
-    # Embedding and head are kinds of their own.
-    if not 0 < piece <= shape.layers:
+    # Embedding and head are kinds of their own, and so are joins.
+    if not shape.is_block(piece):
         return (piece,)
     if part in (BlockPart.EXPERTS, BlockPart.MERGING):  # without attention
         return part, frozen
@@ -508,9 +517,16 @@ def _bundle(
         return ("x",), ("x", "sent", "counts", *results)
     if part is BlockPart.MERGING:
         return ("x", "sent", *results), ("x",)
+    # The head also needs the hidden states before the last module's.
+    if shape.mtp and not shape.is_block(piece) and piece:
+        known = ("x", "hidden")
+        if piece == shape.pieces - 1:
+            return known, ()
+        return known if piece > 1 + shape.layers else ("x",), known
     # The first piece takes token indices, and the last one gives the loss: no
     # bundle.
-    return ("x",) if piece else (), ("x",) if piece <= shape.layers else ()
+    last = shape.pieces - 1
+    return ("x",) if piece else (), ("x",) if piece < last else ()
 
 
 # ---- the weights of the built-in models, without torch, as in `models/decoder.py` and `models/mlp.py`
@@ -551,9 +567,8 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
         granule = granules(weight.dims, weight.shape, counts)
         matrices = _matrices(weight.dims, weight.shape)
         # A matrix between features, outside the routed experts.
-        narrow = (
-            0 < piece <= shape.layers and bool(matrices) and not weight.routed
-        )
+        inside = 0 < piece < shape.pieces - 1
+        narrow = inside and bool(matrices) and not weight.routed
         return replace(
             weight,
             granule=granule,
@@ -612,10 +627,15 @@ def _plain_weights(shape: Shape, piece: int) -> Iterator[WeightRow]:
                 shape.sequence,
                 shape.hidden,
             )
-    elif piece <= shape.layers:
+    elif shape.is_block(piece):
         for weight in _block(shape, piece):
             yield weight
             yield from _adapter(shape, weight)
+    elif shape.is_join(piece):
+        width = shape.hidden
+        yield from _norm(shape, "token_norm", "embed", width)
+        yield from _norm(shape, "hidden_norm", "embed", width)
+        yield _weight("proj.weight", "embed embed", width, 2 * width)
     else:
         yield from _norm(shape, "norm", "embed", shape.hidden)
         # A tied output weight is the embedding's.
@@ -623,6 +643,9 @@ def _plain_weights(shape: Shape, piece: int) -> Iterator[WeightRow]:
             yield _weight(
                 "output.weight", "vocab embed", shape.vocab, shape.hidden
             )
+        for module in range(shape.mtp):
+            name = f"predicted.{module}.norm"
+            yield from _norm(shape, name, "embed", shape.hidden)
 
 
 def _norm(

@@ -193,6 +193,12 @@ class Shape:
     z_loss: float = key(
         0.0, "factor of the mean squared log-sum-exp of the scores"
     )
+    mtp: int = key(
+        0, "modules that predict later tokens too; 0: none", maximum=16
+    )
+    mtp_weight: float = key(
+        0.3, "factor of the mean of their losses", above=0, maximum=100
+    )
     dropout: float = key(
         0.0,
         "share of features that training zeroes: of embeddings, heads' outputs, attention and MLP",
@@ -269,6 +275,7 @@ class Shape:
                 "Leave out gated = false, or write gelu or silu",
             )
         yield from self._unlike_latents()
+        yield from self._unpredicted()
         if not self.experts:
             return
         groups, chosen = self.expert_groups, self.top_groups
@@ -324,6 +331,11 @@ class Shape:
                 "Write at most head_dim, and positions = 'rope'",
             )
 
+    def _unpredicted(self) -> Iterator[Mistake]:
+        if self.mtp and (self.kind == "mlp" or self.positions != "rope"):
+            what = "mtp in a model that is not a decoder with rope"
+            yield Mistake("mtp", what, "Leave it out")
+
     def _untrainable(self) -> Iterator[Mistake]:
         for name in self.freeze:
             if not _BLOCKS.fullmatch(name) and name not in ("embed", "head"):
@@ -372,8 +384,9 @@ class Shape:
     def frozen(self) -> tuple[int, ...]:
         """The pieces without trained weights."""
         if self.lora_r:
-            # LoRA: blocks have trained factors, embedding and head have none.
-            return (0, self.pieces - 1)
+            # LoRA: blocks have trained factors, all other pieces have none.
+            every = range(self.pieces)
+            return tuple(piece for piece in every if not self.is_block(piece))
         named = [
             match for name in self.freeze if (match := _BLOCKS.fullmatch(name))
         ]
@@ -386,7 +399,7 @@ class Shape:
             n for n in range(self.layers) if any(a <= n <= b for a, b in runs)
         ]
         # As numbers of blocks: one before the first, one after the last.
-        ends = {"embed": -1, "head": self.layers}
+        ends = {"embed": -1, "head": self.pieces - 2}
         return tuple(
             sorted(
                 1 + n
@@ -409,20 +422,41 @@ class Shape:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces: the embedding, the blocks, and the head with the loss."""
-        return self.layers + 2
+        """The number of pieces: the embedding, the blocks, and the head with the loss.
+
+        Each module of multi-token prediction has two between the blocks and the head.
+        """
+        return self.layers + 2 * self.mtp + 2
+
+    def is_block(self, piece: int) -> bool:
+        """True for a block, also one of multi-token prediction."""
+        # Behind the blocks, joins and blocks alternate, up to the head.
+        behind = piece - self.layers
+        of_module = 0 < behind <= 2 * self.mtp and behind % 2 == 0
+        return 0 < piece <= self.layers or of_module
+
+    def is_join(self, piece: int) -> bool:
+        """True for the input of a block of multi-token prediction."""
+        return self.layers < piece < self.pieces - 1 and self.is_block(
+            piece + 1
+        )
 
     def sparse(self, piece: int) -> bool:
         """True if a piece has experts."""
-        return self.experts > 0 and self.dense_layers < piece <= self.layers
+        # Blocks of multi-token prediction are like the last one before them.
+        like = min(piece, self.layers)
+        return (
+            self.experts > 0
+            and self.is_block(piece)
+            and self.dense_layers < like
+        )
 
     def window(self, piece: int) -> int:
         """The number of tokens that a block attends to; 0: all."""
         # Windows repeat over the blocks, of which the first is piece 1.
+        like = min(piece, self.layers)
         return (
-            self.windows[(piece - 1) % len(self.windows)]
-            if self.windows
-            else 0
+            self.windows[(like - 1) % len(self.windows)] if self.windows else 0
         )
 
     @property

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from .attention import Attention, HeadsAttention, LatentAttention
 from .experts import ExpertMlps, Experts, Router, Sending, gated
 from .loss import CrossEntropy, soft_cap
+from .mtp import SECOND_LOSS, ExtraLoss, Join
 from .noise import EMBEDDING, Dropout, block_noise
 from .norm import norm_of
 from .rope import SharedAngles
@@ -69,7 +70,11 @@ layers.*.mlp.routed.down : experts embed ffn
 layers.*.mlp.routed.gate_bias : experts ffn
 layers.*.mlp.routed.up_bias : experts ffn
 layers.*.mlp.routed.down_bias : experts partial
+mtp.*.tokens.weight : vocab embed
+mtp.*norm.* : embed
+mtp.*.proj.weight : embed embed
 head.norm.* : embed
+head.predicted.*.norm.* : embed
 head.output.weight : vocab embed
 """
 
@@ -423,10 +428,55 @@ class Head(nn.Module):
         return loss
 
 
+class PredictingHead(Head):
+    """A head with the losses of the next token and of the modules' tokens.
+
+    `x` is the hidden state of the last module, and `hidden` those of the last block and
+    of the modules before. The second loss is a sum over all modules.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        vocab: int,
+        norm: nn.Module,
+        softcap: float,
+        norms: list[nn.Module],
+        weight: float,
+    ) -> None:
+        super().__init__(hidden, vocab, norm, softcap)
+        self.predicted = nn.ModuleList(
+            nn.ModuleDict({"norm": each}) for each in norms
+        )
+        self.extra_losses = {SECOND_LOSS: ExtraLoss(1 / len(norms), weight)}
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, targets: Tensor, ahead_targets: Tensor, hidden: Tensor
+    ) -> dict[str, Tensor]:
+        modules = len(self.predicted)
+        first, *others = hidden.chunk(modules)
+        states = zip(self.predicted, (*others, x), strict=True)
+        normed = [self._normed(module, state) for module, state in states]
+        # One product with the output projection for all modules.
+        logits = soft_cap(self.output(torch.cat(normed)), self.softcap)
+        later = ahead_targets.permute(2, 0, 1).flatten(0, 1)
+        return {
+            "x": self.loss(self.logits(first), targets),
+            SECOND_LOSS: self.loss(logits, later),
+        }
+
+    @staticmethod
+    def _normed(module: Any, x: Tensor) -> Tensor:
+        y: Tensor = module["norm"](x)
+        return y
+
+
 def _block(sizes: DecoderSizes, piece: int) -> Block:
-    window = sizes.windows[piece % len(sizes.windows)] if sizes.windows else 0
+    # Blocks of multi-token prediction are like the last one before them.
+    like = min(piece, sizes.layers - 1)
+    window = sizes.windows[like % len(sizes.windows)] if sizes.windows else 0
     attn = (LatentAttention if sizes.kv_latent else Attention)(sizes, window)
-    if not sizes.experts or piece < sizes.dense_layers:
+    if not sizes.experts or like < sizes.dense_layers:
         return Block(piece, attn, Mlp(sizes, sizes.ffn), sizes)
     # Shared experts add up, so they are one MLP of their summed width.
     shared = sizes.shared_experts * sizes.expert_ffn
@@ -434,6 +484,17 @@ def _block(sizes: DecoderSizes, piece: int) -> Block:
     return ExpertBlock(
         piece, attn, Experts(Router(sizes), ExpertMlps(sizes), beside), sizes
     )
+
+
+def _head(sizes: DecoderSizes) -> Head:
+    def norm() -> nn.Module:
+        return norm_of(sizes.norm, sizes.hidden, sizes.eps)
+
+    of = sizes.hidden, sizes.vocab, norm(), sizes.logit_softcap
+    if not sizes.mtp:
+        return Head(*of)
+    norms = [norm() for _ in range(sizes.mtp)]
+    return PredictingHead(*of, norms, sizes.mtp_weight)
 
 
 class Decoder(nn.Module):
@@ -449,20 +510,32 @@ class Decoder(nn.Module):
             of.vocab, of.hidden, learned, of.embed_scale, of.dropout
         )
         self.layers = nn.ModuleList(
-            _block(of, piece) for piece in range(of.layers)
+            _block(of, piece) for piece in range(of.layers + of.mtp)
         )
-        norm = norm_of(of.norm, of.hidden, of.eps)
-        self.head = Head(of.hidden, of.vocab, norm, of.logit_softcap)
+        self.mtp = nn.ModuleList(
+            self._join(of, depth) for depth in range(of.mtp)
+        )
+        self.head = _head(of)
         # One parameter under two names: its gradient is the sum of both uses.
         if of.tied:
             self.head.output.weight = self.embed.tokens.weight
         for name, weight in self.named_parameters():
             self.draw(name, weight)
 
+    def _join(self, sizes: DecoderSizes, depth: int) -> Join:
+        token_norm, hidden_norm = (
+            norm_of(sizes.norm, sizes.hidden, sizes.eps) for _ in range(2)
+        )
+        tokens, scale = self.embed.tokens, sizes.embed_scale
+        return Join(depth, tokens, scale, token_norm, hidden_norm)
+
     def forward(
         self, tokens: Tensor, targets: Tensor, **shared: Tensor | None
     ) -> Tensor:
-        """Return the summed loss; `shared` are positions, documents and noise."""
+        """Return the summed loss; `shared` are positions, documents and noise.
+
+        Modules of multi-token prediction take no part in it.
+        """
         if shared.get("positions") is None:
             time = torch.arange(tokens.shape[1], device=tokens.device)
             shared["positions"] = time.expand_as(tokens)
@@ -472,9 +545,10 @@ class Decoder(nn.Module):
         shared |= {
             name: make(shared, x.dtype) for name, make in self.derived.items()
         }
-        for block in self.layers:
+        for block in self.layers[: self._depth]:
             x = block(x, **shared)
-        loss: Tensor = self.head(x, targets)  # scalar: a sum over tokens
+        # scalar: a sum over tokens
+        loss: Tensor = self.head.loss(self.head.logits(x), targets)
         return loss
 
     @property
@@ -534,5 +608,11 @@ def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
         for line in RULES.splitlines()
         if fnmatch.filter(names, line.split(" : ")[0])
     ]
-    pieces = (("embed", model.embed), *blocks, ("head", model.head))
+    # Each module of multi-token prediction is a join and a block behind the others.
+    count = len(blocks) - len(model.mtp)
+    ahead = []
+    for depth, join in enumerate(model.mtp):
+        ahead += [(f"mtp.{depth}", join), blocks[count + depth]]
+    ends = ("embed", model.embed), ("head", model.head)
+    pieces = (ends[0], *blocks[:count], *ahead, ends[1])
     return pieces, "\n".join(lines)

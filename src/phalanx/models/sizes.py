@@ -82,6 +82,9 @@ class DecoderSizes:
     sequence_loss: float = 0.0
     batch_loss: float = 0.0
     z_loss: float = 0.0
+    # Modules of multi-token prediction, and the factor of the mean of their losses.
+    mtp: int = 0
+    mtp_weight: float = 0.3
 
     def __post_init__(self) -> None:
         fill = object.__setattr__

@@ -23,11 +23,12 @@ from torch import Tensor
 from ..layout import Layout, LayoutError
 from ..layout.exact import held_runs, uneven_microbatches
 from ..models import IGNORED
+from ..models.mtp import AHEAD_TARGETS, look_ahead
 
 VALID = "valid"  # in a padded batch, marks the tokens that are not padding
 # Padding is a document of its own, and its targets are ignored.
 DOCUMENTS = "documents"
-_FILLS = {"targets": IGNORED, DOCUMENTS: -1}
+_FILLS = {"targets": IGNORED, AHEAD_TARGETS: IGNORED, DOCUMENTS: -1}
 
 
 def share(size: int, parts: int, index: int) -> slice:
@@ -75,9 +76,17 @@ def _own_times(length: int, layout: Layout, cp: int) -> Tensor:
 
 
 def microbatches(
-    batch: Mapping[str, Tensor], layout: Layout, dp: int | None, cp: int = 0
+    batch: Mapping[str, Tensor],
+    layout: Layout,
+    dp: int | None,
+    cp: int = 0,
+    *,
+    ahead: int = 0,
 ) -> list[dict[str, Tensor]]:
     """The microbatches of the ranks at these coordinates on dp and cp.
+
+    `ahead` is the number of modules that predict later tokens. What they take of a row
+    is found before cp cuts it.
 
     With ep, `dp` counts over dp and ep. If `dp` is None, the batch already holds one dp
     rank's rows alone.
@@ -86,6 +95,8 @@ def microbatches(
     so a cp rank rotates its queries and keys by the tokens' true positions.
     """
     # Time first, then rows: cp shards dim 1, and dp and the microbatches shard dim 0.
+    if ahead:
+        batch = {**batch, **look_ahead(batch, ahead)}
     whole = _held(batch, layout, cp)
     size = next(iter(whole.values())).shape[0]
     mine = slice(0, size) if dp is None else share(size, layout.data, dp)

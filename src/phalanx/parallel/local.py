@@ -14,6 +14,7 @@ from ..comm import World
 from ..layout import Layout, LayoutError, stage_pieces
 from ..layout.stages import stage_blocks
 from ..models import ExpertsPart
+from ..models.mtp import ExtraLoss
 from ..program import Program, ops
 from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
@@ -25,7 +26,7 @@ from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
 from .model import Derive, Model, start
 from .narrow import NarrowUnit, narrow_names
-from .pieces import Bundle, Piece, chunked_child
+from .pieces import Bundle, Piece, chunked_child, extra_losses
 from .pool import BufferPool
 from .preference import preference_loss
 from .tensor import Weight, cut_of, cut_weights, install_regions
@@ -62,6 +63,9 @@ class LocalModel:
     pool: BufferPool
     coordinates: dict[str, int]  # the rank's place on each axis
     exact_place: ExactPlace | None  # None: the layout is not `exact`
+    ahead: int  # modules that predict later tokens
+    # The losses that the last piece returns beside its own.
+    extra_losses: Mapping[str, ExtraLoss]
     # Makes empty tensors in the shapes of a piece's inputs.
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]
     # Tensors derived from a microbatch, by the names under which this rank's pieces
@@ -198,6 +202,8 @@ def build_local(
         pool,
         at,
         exact_place(layout, at),
+        model.shape.mtp if model.shape else 0,
+        extra_losses(model.pieces[-1][1]),
         partial(_edge, model, layout, precision.compute, world.device),
         derived,
         draw,

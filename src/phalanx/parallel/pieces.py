@@ -31,10 +31,11 @@ from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 
 from ..comm import Work
 from ..models import ExpertProducts, LoraLinear
-from ..models.decoder import Head
+from ..models.decoder import Head, PredictingHead
 from ..models.experts import TERMS, loss_router
 from ..models.function import FrequentFunction
 from ..models.loss import ChunkedLogits, CrossEntropy
+from ..models.mtp import ExtraLoss
 from .compile import CompiledModule, Factors
 from .data import Unit
 from .exact import ExactUnit
@@ -275,11 +276,17 @@ def chunked_child(module: nn.Module) -> str:
     """The name of the projection whose product a head leaves to its loss, or ""."""
     # Such a loss has its value after the backward only. A subclass may go on computing
     # with it, and a user's loss needs the logits, so both get whole ones.
-    heads = (Head, PreferenceHead)
+    heads = (Head, PredictingHead, PreferenceHead)
     losses = (CrossEntropy, VocabularyCrossEntropy, PreferenceLoss)
     if type(module) not in heads or type(module.loss) not in losses:
         return ""
     return str(module.by_chunks)
+
+
+def extra_losses(module: nn.Module) -> Mapping[str, ExtraLoss]:
+    """The losses that a head returns beside its own, by their names."""
+    found: Mapping[str, ExtraLoss] = getattr(module, "extra_losses", {})
+    return found
 
 
 def _by_chunks(
@@ -370,6 +377,7 @@ class Piece:
         self.known: dict[tuple[tuple[str, ...], ...], _Taken] = {}
         # the router whose loss terms the piece outputs
         self.loss_router = loss_router(module)
+        self.extra_losses = extra_losses(module)
         device = self.units[0].pool.device if self.units else None
         # A root for all graphs. It never receives a gradient.
         self.leaf = torch.zeros((), device=device, requires_grad=True)
@@ -623,9 +631,14 @@ class Piece:
         return edges
 
     def seed(self, microbatch: int, scale: Tensor) -> Bundle:
-        """The gradient with which the last piece's backward starts."""
+        """The gradients of the losses with which the last piece's backward starts."""
         like = self.kept[microbatch].like
-        return {"x": scale.view(()).to(like.dtype).expand_as(like)}
+        own = scale.view(()).to(like.dtype).expand_as(like)
+        others = {
+            name: own * (each.share * each.factor)
+            for name, each in self.extra_losses.items()
+        }
+        return {"x": own, **others}
 
     def backward(self, microbatch: int, gradients: Bundle) -> Bundle:
         """Add to units' gradients and return the inputs'; frees kept values."""

@@ -211,7 +211,8 @@ def _least(screened: Screened, i: int) -> dict[str, float]:
         times = [t.forward, t.input_gradient, t.weight_gradient]
         # Embedding and head are never recomputed.
         times += [t.recompute] * (
-            layout.recompute != "none" and 0 < piece.row.piece <= shape.layers
+            layout.recompute != "none"
+            and 0 < piece.row.piece < shape.pieces - 1
         )
         each.append(
             (sum(x.total for x in times), sum(x.messages for x in times))

@@ -69,7 +69,7 @@ def forward_flops(
                 OpFlops(row.piece, product.name, flops, flops, trained)
             )
         # q k' and the product with v, for each pair of tokens
-        if shape.kind == "decoder" and 0 < row.piece <= shape.layers:
+        if shape.kind == "decoder" and shape.is_block(row.piece):
             per_pair = 2.0 * shape.pair_work * batch
             pairs = _pairs(shape, row.piece, sequence)
             full = per_pair * sequence**2

@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -109,7 +109,9 @@ class Executor:
         measure: Measure = BY_TARGETS,
     ) -> None:
         self.local, self.program, self.rank = local, program, rank
-        self.measure = measure
+        # Losses beside the main one are logged like metrics.
+        metrics = (*measure.metrics, *local.extra_losses)
+        self.measure = replace(measure, metrics=metrics)
         self.number = program.owner[rank]
         state = State(program, self.number)
         self.row, self.recomputes = state.ops, state.recomputes
@@ -243,7 +245,7 @@ class Executor:
         # the token count of all ranks, or 1 if the step counts none
         self.divisor = self.count
         # Of microbatches, until their backward.
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[int, Bundle] = {}
         self.totals.begin(len(batches), losses)
         # all tokens, with or without a target: the divisor of routers' losses
         self.tokens = self.count
@@ -545,10 +547,11 @@ class Executor:
         if own is not None and self.trains:
             self.choices[p, m] = Choices(own)
         if piece.last:
-            if self.trains:  # its value may be there only after the backward
-                self.losses[m] = out["x"]
+            losses = {name: out[name] for name in ("x", *piece.extra_losses)}
+            if self.trains:  # values may be there only after the backward
+                self.losses[m] = losses
             else:
-                self._take_loss(m, out["x"])
+                self._take_losses(m, losses)
             if METRICS in out and self.local.groups.tp.rank == 0:
                 self.metrics += out[METRICS]
                 self.totals.record(m, 1, out[METRICS])
@@ -562,11 +565,17 @@ class Executor:
         if self.local.groups.tp.rank == 0:
             self.loss += y.sum()  # of all parts of time
 
-    def _take_loss(self, microbatch: int, y: Tensor) -> None:
-        """Add a microbatch's loss, whose value is there now."""
-        self._add_loss(y)
-        if self.local.groups.tp.rank == 0:
-            self.totals.record(microbatch, 0, y.view(1, -1))
+    def _take_losses(self, microbatch: int, losses: Bundle) -> None:
+        """Add a microbatch's losses, whose values are there now."""
+        self._add_loss(losses["x"])
+        if self.local.groups.tp.rank:
+            return
+        self.totals.record(microbatch, 0, losses["x"].view(1, -1))
+        extra = self.local.extra_losses.items()
+        for number, (name, each) in enumerate(extra):
+            mean = losses[name].double() * each.share
+            self.metrics[number] += mean.sum()
+            self.totals.record(microbatch, 1 + number, mean.view(1, -1))
 
     def _recompute(self, op: Op) -> None:
         p, m = op.piece, op.index
@@ -598,7 +607,7 @@ class Executor:
             m, gradients
         )
         if piece.last:
-            self._take_loss(m, self.losses.pop(m))
+            self._take_losses(m, self.losses.pop(m))
         if not piece.first:
             self._pass_on(ops.BACKWARD, p, p - 1, m, into)
 

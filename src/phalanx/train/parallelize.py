@@ -62,7 +62,11 @@ class ModelPart:
         """Split this rank's rows into microbatches on its device, with its part of the
         sequence."""
         own = microbatches(
-            rows, self.layout, None, self.local.coordinates["cp"]
+            rows,
+            self.layout,
+            None,
+            self.local.coordinates["cp"],
+            ahead=self.local.ahead,
         )
         return [on_device(each, self.local.pool.device) for each in own]
 

@@ -821,7 +821,10 @@ class _Walk:
             names += ["noise"] * bool(shape.dropout)
             whole = {name: torch.empty_like(ids) for name in names}
         at = self.local.coordinates
-        batches = microbatches(whole, layout, at["data"], at["cp"])
+        ahead = self.local.ahead
+        batches = microbatches(
+            whole, layout, at["data"], at["cp"], ahead=ahead
+        )
         for batch in batches:
             for x in batch.values():
                 self.known.set(x, self.batch)

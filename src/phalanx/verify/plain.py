@@ -495,12 +495,14 @@ class ForwardResult:
     """The result for a batch.
 
     `loss` is summed over all tokens with a target; `outputs` are those of every piece
-    except the head, and `routings` those of blocks with experts, by piece name.
+    except the head, and `routings` those of blocks with experts, by piece name. `ahead`
+    is the weighted loss of multi-token prediction, a sum over tokens too.
     """
 
     loss: Tensor
     outputs: dict[str, Tensor] = field(default_factory=dict)
     routings: dict[str, RouterResult] = field(default_factory=dict)
+    ahead: Tensor | float = 0.0
 
 
 def embed(shape: Shape, w: Weights, batch: Weights) -> Tensor:
@@ -548,10 +550,15 @@ def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
 
 
 def head(
-    shape: Shape, w: Weights, x: Tensor, targets: Tensor, z_loss: float
+    shape: Shape,
+    w: Weights,
+    x: Tensor,
+    targets: Tensor,
+    z_loss: float,
+    last_norm: str = "head.norm",
 ) -> Tensor:
     """The loss of the last norm's output, projected to the vocabulary."""
-    x = norm(shape, w, "head.norm", x)
+    x = norm(shape, w, last_norm, x)
     words = w["embed.tokens.weight"] if shape.tied else w["head.output.weight"]
     logits = x @ words.T
     if shape.logit_softcap:
@@ -569,19 +576,67 @@ def decoder(
     """A decoder-only transformer on a batch of tokens, positions and targets, each (B,
     T), and optionally documents and noise."""
     x = embed(shape, weights, batch)
-    outputs, routings = {"embed": x}, {}
-    for number in range(shape.layers):
+    outputs, routings = {"embed": x}, dict[str, RouterResult]()
+    windows = shape.windows or (0,)
+
+    def block_of(number: int, x: Tensor) -> Tensor:
         name = f"layers.{number}"
-        windows = shape.windows or (0,)
-        block = BlockOptions(number, windows[number % len(windows)])
+        # A block of multi-token prediction is like the last one before it.
+        like = min(number, shape.layers - 1)
+        block = BlockOptions(number, windows[like % len(windows)])
         x, routing = transformer_block(
             shape, within(weights, name), x, batch, block
         )
         outputs[name] = x
         if routing is not None:
             routings[name] = routing
+        return x
+
+    for number in range(shape.layers):
+        x = block_of(number, x)
     loss = head(shape, weights, x, batch["targets"], z_loss)
-    return ForwardResult(loss, outputs, routings)
+    ahead: Tensor | float = 0.0
+    for k in range(1, shape.mtp + 1):
+        name = f"mtp.{k - 1}"
+        later = later_tokens(batch, k)
+        x = joined(shape, weights, name, x, later["tokens"])
+        outputs[name] = x
+        x = block_of(shape.layers + k - 1, x)
+        own_norm = f"head.predicted.{k - 1}.norm"
+        own = head(shape, weights, x, later["targets"], z_loss, own_norm)
+        ahead = ahead + shape.mtp_weight / shape.mtp * own
+    return ForwardResult(loss, outputs, routings, ahead)
+
+
+# ---- multi-token prediction (DeepSeek-V3 2024, section 2.2)
+
+
+def later_tokens(batch: Weights, k: int) -> dict[str, Tensor]:
+    """Token i + k and its target for each token i, (B, T) each: token by token, with
+    nothing to predict behind the row or in another document."""
+    rows, times = batch["tokens"].shape
+    tokens = torch.zeros_like(batch["tokens"])
+    targets = torch.full_like(batch["targets"], IGNORED)
+    for row in range(rows):
+        for i in range(times - k):
+            document = (
+                batch["documents"][row] if "documents" in batch else None
+            )
+            if document is None or document[i] == document[i + k]:
+                tokens[row, i] = batch["tokens"][row, i + k]
+                targets[row, i] = batch["targets"][row, i + k]
+    return {"tokens": tokens, "targets": targets}
+
+
+def joined(
+    shape: Shape, w: Weights, name: str, x: Tensor, tokens: Tensor
+) -> Tensor:
+    """M [RMSNorm(Emb(t)); RMSNorm(h)] (equation 21), in the order of the published
+    weights."""
+    token = shape.embed_scale * w["embed.tokens.weight"][tokens]
+    token = norm(shape, w, f"{name}.token_norm", token)
+    x = norm(shape, w, f"{name}.hidden_norm", x)
+    return torch.cat((token, x), dim=-1) @ w[f"{name}.proj.weight"].T
 
 
 def within(weights: Weights, name: str) -> Weights:

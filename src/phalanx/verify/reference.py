@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..layout import Shape
 from ..models import IGNORED, Decoder, DeepMlp, Router
 from ..models.loss import CrossEntropy
+from ..models.mtp import HIDDEN, look_ahead
 from ..parallel import Model, Precision
 from ..parallel.batch import VALID
 from ..parallel.model import entries_named
@@ -128,13 +129,15 @@ class Nudge:
 class Passed:
     """A forward of one microbatch.
 
-    `loss` is summed over its tokens; `beside` are other losses, summed over its
-    sequences. By piece: one number for each token of the output, each token's experts,
-    and the gap between their scores and the next best. `gradients` are those that no
-    loss has, of biases that balance experts.
+    `loss` is summed over its tokens, and so is `ahead`, the weighted loss of later
+    tokens; `beside` are other losses, summed over its sequences. By piece: one number
+    for each token of the output, each token's experts, and the gap between their scores
+    and the next best. `gradients` are those that no loss has, of biases that balance
+    experts.
     """
 
     loss: Tensor
+    ahead: Tensor | float = 0.0
     beside: list[Tensor] = field(default_factory=list)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     routes: dict[str, Tensor] = field(default_factory=dict)
@@ -454,7 +457,9 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
         return torch.full(
             size, float(model.shape is None or model.shape.norm != "rms1")
         )
+    # Without the blocks of multi-token prediction, one behind each join.
     layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
+    layers -= sum(piece.startswith("mtp.") for piece, _ in model.pieces)
     # into the residual stream
     last = name.endswith((".wo.weight", ".down.weight", ".routed.down"))
     # 0.02 / sqrt(2 N), as GPT-2 scales the weights into the residual stream
@@ -554,17 +559,21 @@ class Pieces:
             for name, router in routers(self.model.pieces):
                 hook = partial(self._routed, passed, name)
                 hooks.callback(router.register_forward_hook(hook).remove)
-            passed.loss = self._chained(batch, passed.outputs)
+            self._chain(batch, passed)
         return passed
 
-    def _chained(self, batch: Batch, outputs: dict[str, Tensor]) -> Tensor:
-        model, nudge = self.model, self.nudge
+    def _chain(self, batch: Batch, passed: Passed) -> None:
+        model, nudge, outputs = self.model, self.nudge, passed.outputs
+        if model.shape and model.shape.mtp:
+            batch = {**batch, **look_ahead(batch, model.shape.mtp)}
         x: Tensor | None = None
+        hidden: dict[str, Tensor] = {}  # passes by blocks, to the head
         for number, (name, piece) in enumerate(model.pieces):
             # The first piece has no previous output, so its first argument
             # comes from the batch, too.
             takes = entries_named(model.takes(number)[number > 0 :], batch)
             named = {key: batch[key] for key in takes if key in batch}
+            named |= {key: hidden[key] for key in takes if key in hidden}
             if nudge:
                 named = {
                     k: nudge(v) if v.is_floating_point() else v
@@ -572,12 +581,16 @@ class Pieces:
                 }
             gave = piece(**named) if x is None else piece(x, **named)
             x = gave["x"] if isinstance(gave, dict) else gave
+            if isinstance(gave, dict):
+                hidden |= {n: gave[n] for n in gave if n == HIDDEN}
+                for name_, loss in getattr(piece, "extra_losses", {}).items():
+                    passed.ahead = loss.share * loss.factor * gave[name_]
             # A loss has no dimension.
             if x.dim():
                 outputs[name] = project(_without_padding(x, batch.get(VALID)))
                 x = _nudged(x, nudge) if nudge else x
         assert x is not None
-        return x
+        passed.loss = x
 
     def _routed(
         self,
@@ -616,7 +629,7 @@ class PlainForward:
             found = plain.decoder(
                 self.shape, weights, batch, z_loss=self.z_loss
             )
-        passed = Passed(found.loss)
+        passed = Passed(found.loss, found.ahead)
         passed.outputs = {
             name: project(x) for name, x in found.outputs.items()
         }
@@ -706,7 +719,8 @@ def _gradients(
         )
         # Losses of tokens are divided by all tokens of the step, others by its
         # sequences.
-        whole = wide / count + sum(passed.beside) / _rows(batch)
+        of_tokens = (wide + passed.ahead) / count
+        whole = of_tokens + sum(passed.beside) / _rows(batch)
         share = scaled(whole) if scaled else whole
         share.backward()  # type: ignore[no-untyped-call]
         for name, gradient in passed.gradients.items():
@@ -729,13 +743,8 @@ def _gradients(
         _joined([getattr(part, what) for part in parts])
         for what in ("outputs", "routes", "gaps")
     )
-    return Passed(
-        torch.tensor(total / count, dtype=torch.float64),
-        [],
-        outputs,
-        routes,
-        gaps,
-    )
+    mean = torch.tensor(total / count, dtype=torch.float64)
+    return Passed(mean, outputs=outputs, routes=routes, gaps=gaps)
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -471,7 +471,11 @@ def _own(
 ) -> list[dict[str, Tensor]]:
     numbered = {**batch, TOKEN: token_numbers(batch)}
     own = microbatches(
-        numbered, layout, local.coordinates["data"], local.coordinates["cp"]
+        numbered,
+        layout,
+        local.coordinates["data"],
+        local.coordinates["cp"],
+        ahead=local.ahead,
     )
     return [on_device(each, world.device) for each in own]
 
