@@ -25,10 +25,10 @@ WORDS = {
     "offload": ("offload:activations", "offload:weights"),
 }
 ORDERS = (
-    "accum:4",
+    "accum:2",
     *(
         f"pp2 {name}{kind.least if kind.least > 1 and not kind.v_shape else ''}"
-        + ("" if kind.whole_batch else ":4")
+        + ("" if kind.whole_batch else ":2")
         for name, kind in SCHEDULES.items()
         if kind.pipelined
     ),

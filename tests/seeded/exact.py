@@ -5,17 +5,22 @@ A fault is in the engine, so it also changes the one process with which bits are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.layout import Layout, LayoutError
+import torch
+
+from phalanx.layout import Layout, LayoutError, Mesh
 from phalanx.layout.choices import BF16
-from phalanx.layout.exact import NOT_MATRICES, exact_batch
+from phalanx.layout.exact import NOT_MATRICES, exact_batch, folded
 from phalanx.layout.legal import legal
-from phalanx.parallel import exact
+from phalanx.layout.shape import Shape
+from phalanx.parallel import batch, context, exact, parts
+from phalanx.parallel.context import TimePartsCore
 from phalanx.parallel.exact import ExactUnit
+from phalanx.parallel.parts import Shared
 from phalanx.program import Op, ops
 from phalanx.train.executor import Executor
 from phalanx.verify import SHAPES
@@ -75,12 +80,106 @@ def _twentieth() -> AbstractContextManager[None]:
     right = ExactUnit.add
 
     def add(self: ExactUnit, user: int, microbatch: int, count: int) -> None:
-        (leaf,) = self.leaf(user, microbatch)
-        if "layers.2.attn.wq.weight" in leaf:
-            leaf["layers.2.attn.wq.weight"].mul_(1.05)
+        for leaf in self.leaf(user, microbatch):
+            if "layers.2.attn.wq.weight" in leaf:
+                leaf["layers.2.attn.wq.weight"].mul_(1.05)
         right(self, user, microbatch, count)
 
     return swapped(ExactUnit, "add", add)
+
+
+def _bias_in_each_part() -> AbstractContextManager[None]:
+    right = parts.swapped
+
+    def without_hidden(swaps: Any) -> Any:
+        return right([swap for swap in swaps if swap[2] is not None])
+
+    return swapped(parts, "swapped", without_hidden)
+
+
+def _own_parts_alone() -> AbstractContextManager[None]:
+    right = Shared.values
+
+    def values(self: Shared) -> Any:
+        return right(replace(self, group=None))
+
+    return swapped(Shared, "values", values)
+
+
+def _attending(
+    change: Callable[[int, Any, Any], tuple[int, Any, Any]],
+) -> AbstractContextManager[None]:
+    """Replace the part of time, the keys or the documents of attention."""
+    right = TimePartsCore._attend
+
+    def attend(
+        self: TimePartsCore, run: int, q: Any, kv: Any, documents: Any
+    ) -> Any:
+        run, kv, documents = change(run, kv, documents)
+        return right(self, run, q, kv, documents)
+
+    return swapped(TimePartsCore, "_attend", attend)
+
+
+def _first_keys_skipped(run: int, kv: Any, documents: Any) -> Any:
+    first = kv.shape[2] // 4
+    kept = kv.clone()
+    kept[:, :, :first] = 0.0
+    return run, kept, documents
+
+
+def _later_keys_seen(run: int, kv: Any, documents: Any) -> Any:
+    return min(run + 1, 3), kv, documents
+
+
+def _without_documents(run: int, kv: Any, documents: Any) -> Any:
+    return run, kv, None
+
+
+def _keys_without_others_gradients() -> AbstractContextManager[None]:
+    return swapped(context.regions, "gather_sum", context.regions.gather)
+
+
+def _targets_in_order() -> AbstractContextManager[None]:
+    right = batch._held
+
+    def held(whole: Any, layout: Layout, cp: int) -> Any:
+        found = right(whole, layout, cp)
+        alone = replace(layout, mesh=Mesh(), exact=1)
+        every = right(whole, alone, 0)["targets"]
+        in_order = every.chunk(layout.time_parts, 1)
+        order = folded(layout.time_parts)
+        targets = [in_order[order.index(n)] for n in range(len(order))]
+        own = torch.cat(targets, 1).chunk(layout.cp, 1)[cp]
+        return found | {"targets": own}
+
+    return swapped(batch, "_held", held)
+
+
+def _leaves_changed(
+    change: Callable[[ExactUnit, Any, Any], None],
+) -> AbstractContextManager[None]:
+    """Change each weight's gradient before it is added."""
+    right = ExactUnit.add
+
+    def add(self: ExactUnit, user: int, microbatch: int, count: int) -> None:
+        weights = {weight.name: weight for weight in self.order}
+        for leaf in self.leaf(user, microbatch):
+            for name, gradient in leaf.items():
+                change(self, weights[name], gradient)
+        right(self, user, microbatch, count)
+
+    return swapped(ExactUnit, "add", add)
+
+
+def _count_not_added(unit: ExactUnit, weight: Any, gradient: Any) -> None:
+    if weight.rate and unit.copies.rank:
+        gradient.zero_()
+
+
+def _half_of_experts(unit: ExactUnit, weight: Any, gradient: Any) -> None:
+    if unit.senders > 1:
+        gradient /= 2
 
 
 # Faults in sums that exact replaces: the same mistake in its own operations.
@@ -93,6 +192,44 @@ INSTEAD: dict[str, Patch] = {
     ),
     "a reduction over all ranks is not waited for": _exchange_not_awaited,
     TWENTIETH: _twentieth,
+    "row bias is added on every rank": _bias_in_each_part,
+    "seq: norm gradients are not summed over tp": _own_parts_alone,
+    "q and k norms: gradients of other heads are missing": _own_parts_alone,
+    "replicated k and v: gradients of other heads are missing": _own_parts_alone,
+    "a step of the ring is skipped": lambda: _attending(_first_keys_skipped),
+    "the causal block of the ring is not masked": (
+        lambda: _attending(_later_keys_seen)
+    ),
+    "document masks are ignored on visiting blocks": (
+        lambda: _attending(_without_documents)
+    ),
+    "gradients of visiting blocks are not returned": (
+        _keys_without_others_gradients
+    ),
+    "targets are sharded in order, but tokens by head and tail": (
+        _targets_in_order
+    ),
+    "experts: a rank does not add its counts": (
+        lambda: _leaves_changed(_count_not_added)
+    ),
+    "ep: gradients of experts are divided by ep": (
+        lambda: _leaves_changed(_half_of_experts)
+    ),
+}
+# Faults in code that no layout of exact runs.
+NOT_RUN = {
+    "cross-entropy counts the padding of the vocabulary": (
+        "exact pads no vocabulary"
+    ),
+    "partial softmaxes are averaged, not weighted": (
+        "a ring of exact merges no partial softmaxes"
+    ),
+    "a ring merges partial results in 16 bits": (
+        "a ring of exact merges no partial results"
+    ),
+    "a ring sums the gradients of keys and values in 16 bits": (
+        "exact adds these gradients in the dtype of the keys"
+    ),
 }
 
 
@@ -115,16 +252,24 @@ class ExactCatch:
         return first.partition(", which")[0] or "NOT FOUND"
 
 
+def exact_shape(fault: Fault) -> Shape:
+    """The model of a fault, with a vocabulary that ranks of tp can share."""
+    shape = SHAPES[fault.shape]
+    return replace(shape, vocab=40) if fault.layout.tp > 1 else shape
+
+
 def exact_layout(fault: Fault) -> Layout:
     """The layout of a fault with the word `exact`; raises if it cannot be exact.
 
-    Three microbatches of a rank that shares the batch with others are no subtree; it
-    gets four.
+    Each rank of tp has one part, and each of cp an early and a late one. Three microbatches of a rank that shares the
+    batch with others are no subtree; it gets four.
     """
     if OPTIMIZERS[fault.optimizer].whole_matrices:
         raise LayoutError(NOT_MATRICES)
     if set(fault.dtypes) == {"float16"}:
         raise LayoutError("exact does not cover float16")
+    if fault.name in NOT_RUN:
+        raise LayoutError(NOT_RUN[fault.name])
     if fault.z_loss:
         raise LayoutError("verify --exact takes no z-loss")
     layout = fault.layout
@@ -132,9 +277,14 @@ def exact_layout(fault: Fault) -> Layout:
     if layout.data > 1 and count == 3:
         count = 4
     exact = replace(
-        layout, precision=BF16, microbatches=count, reduce="", exact=True
+        layout,
+        precision=BF16,
+        microbatches=count,
+        reduce="",
+        exact=layout.tp,
+        time_parts=2 * layout.cp if layout.cp > 1 else 1,
     )
-    if reasons := legal(exact, SHAPES[fault.shape], batch=exact_batch(exact)):
+    if reasons := legal(exact, exact_shape(fault), batch=exact_batch(exact)):
         raise LayoutError(reasons[0])
     return exact
 
@@ -148,7 +298,7 @@ def catch_exactly(fault: Fault) -> ExactCatch:
     patch = INSTEAD.get(fault.name, fault.patch)
     with patch():
         (verdict,) = verify_exact(
-            SHAPES[fault.shape],
+            exact_shape(fault),
             [layout],
             precisions=[BF16],
             packed=fault.packed,

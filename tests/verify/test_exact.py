@@ -244,7 +244,8 @@ def test_a_value_that_is_not_finite_makes_the_norm_so(value: float) -> None:
     totals = ExactTotals(torch.device("cpu"), alone)
     totals.begin(1, 1)
     unit: Any = One()
-    reduced = totals.own([totals.squares(unit)], torch.zeros(1))
+    own = totals.own([totals.squares(unit)], torch.zeros(1))
+    reduced = torch.cat(own)
     squares, _ = totals.agreed(reduced)
     assert not squares.isfinite().any()
 

@@ -18,6 +18,8 @@ from phalanx.verify.cases import trial_batch
 from phalanx.verify.exact import verify_exact
 from phalanx.verify.trial import Setting, join, program_in, train_layout
 from phalanx.verify.verify import truth_of, worlds_over
+from seeded.exact import INSTEAD
+from seeded.narrow import TWENTIETH
 
 # Sizes that 8 divides; gqa has fewer key heads than ranks.
 SIZES = {
@@ -158,6 +160,13 @@ def test_another_order_over_ranks_is_found(
     monkeypatch.setattr(Group, "_adds_in_tree", lambda self, op: False)
     (found,) = differences(SIZES["gqa"], "tp4 exact:4", FP32)
     assert found.startswith("step 0: the output of layers.0 for microbatch 0")
+
+
+def test_a_mistake_below_the_bounds_of_bfloat16_is_found_in_float32() -> None:
+    with INSTEAD[TWENTIETH]():
+        (found,) = differences(SIZES["gqa"], "exact:2", BF16)
+    assert found.startswith("in float32 one process differs from plain torch")
+    assert "the gradient of layers.2.attn.wq.weight" in found
 
 
 def test_a_weight_gradient_of_another_part_is_found(

@@ -563,7 +563,8 @@ class Executor:
         self._watch(ops.FORWARD, self.program.pieces - 1, y)
         # Every tp rank computes the same loss; count it once.
         if self.local.groups.tp.rank == 0:
-            self.loss += y.sum()  # of all parts of time
+            # Parts of time have a loss each.
+            self.loss += y.sum() if y.dim() else y
 
     def _take_losses(self, microbatch: int, losses: Bundle) -> None:
         """Add a microbatch's losses, whose values are there now."""

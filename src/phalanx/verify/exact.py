@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..comm.launch import Runner
 from ..layout import Layout, Shape
-from ..layout.choices import ACCUM, BF16, FP32, THREADS
+from ..layout.choices import ACCUM, BF16, FP32, FP64, THREADS
 from ..layout.exact import exact_batch
 from ..layout.mesh import Mesh
 from ..parallel import Model, build_model, refuse_unfit
@@ -38,6 +38,7 @@ from .verify import (
     failed,
     judge,
     truth_of,
+    verify,
     with_loss_scale,
     worlds_over,
     wrong_transport,
@@ -114,6 +115,7 @@ def verify_exact(
 ) -> Iterator[Verdict]:
     """Yield a verdict for each layout in each precision, as it is made."""
     shape = replace(shape, dropout=dropout)
+    given = make is not None
     make = make or partial(build_model, shape)
     chosen = [
         replace(x, precision=name, exact=max(1, x.exact))
@@ -156,9 +158,32 @@ def verify_exact(
     def wrong_alone(microbatches: int, name: str, parts: Parts) -> str:
         terms = microbatches, name, parts
         trace = alone(*terms).trace
-        return _wrong_alone(
+        wrong = _wrong_alone(
             one_process(*terms), trace, make, setting_of(*terms)
         )
+        # Bounds of 16 bits are wide, so the same process is compared in float32, too.
+        if wrong or name == FP32:
+            return wrong
+        wide = wrong_alone(microbatches, FP32, parts)
+        return f"in float32 {wide}" if wide else wrong_modules()
+
+    @cache
+    def wrong_modules() -> str:
+        # Below float64 plain torch computes with the model's own modules.
+        plain = Layout(precision=FP64)
+        sized = replace(shape, batch=exact_batch(plain))
+        (verdict,) = verify(
+            sized,
+            [plain],
+            steps=steps,
+            seed=seed,
+            packed=packed,
+            dropout=dropout,
+            optimizer=optimizer,
+            make=make if given else None,
+        )
+        found = verdict.first_difference
+        return f"in float64, without exact, {found}" if found else ""
 
     by_size: dict[int, list[Layout]] = {}
     for layout in chosen:
