@@ -261,8 +261,9 @@ def exact_shape(fault: Fault) -> Shape:
 def exact_layout(fault: Fault) -> Layout:
     """The layout of a fault with the word `exact`; raises if it cannot be exact.
 
-    Each rank of tp has one part, and each of cp an early and a late one. Three microbatches of a rank that shares the
-    batch with others are no subtree; it gets four.
+    Each rank of tp has one part, and each of cp an early and a late one. Three
+    microbatches of a rank that shares the batch with others are no subtree; it gets
+    four.
     """
     if OPTIMIZERS[fault.optimizer].whole_matrices:
         raise LayoutError(NOT_MATRICES)
