@@ -262,10 +262,11 @@ def main() -> None:
         ours = phalanx(data, mine, 100, 0, turn)["seconds"][1:]
         theirs = plain(data, 100, 0, turn)["seconds"][1:]
         ratios.append(statistics.median(ours) / statistics.median(theirs))
-    text = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
-    print(
-        f"time of a step on {DEVICE}, phalanx over plain, {args.rounds} rounds: {text}"
-    )
+    if ratios:
+        text = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
+        print(
+            f"time of a step on {DEVICE}, phalanx over plain, {args.rounds} rounds: {text}"
+        )
     words = ["sample", str(args.out / "seed-0"), "--model", f"{Path(__file__)}:GPT"]
     print(command([*words, "--prompt", "The ", "--tokens", "60", "--seed", "1"]))
 

@@ -74,9 +74,13 @@ def main() -> None:
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
+    print("documents", flush=True)
     documents(out)
+    print("lecture: runs every experiment of the lab", flush=True)
     lecture(out / "lab.html")
+    print("verification wall", flush=True)
     verification_wall(out)
+    print("playground", flush=True)
     playground(out, args.costs or formulas(out))
     size = sum(
         path.stat().st_size for path in out.rglob("*") if path.is_file()
@@ -97,7 +101,7 @@ def formulas(out: Path) -> Path:
     ).hexdigest()[:16]
     made = out.parent / f"costs-{digest}.json"
     if not made.exists():
-        print("costs of pieces: five minutes on two cores, once")
+        print("costs of pieces: five minutes on two cores, once", flush=True)
         subprocess.run(
             [sys.executable, HERE / "formulas.py", made], check=True
         )
@@ -221,6 +225,7 @@ def documents(out: Path) -> None:
         path: f"docs/{path.stem}.html"
         for path in sorted((TREE / "docs").glob("*.md"))
     }
+    pages[TREE / "benchmarks" / "README.md"] = "docs/benchmarks.html"
     pages[TREE / "torch-shm" / "README.md"] = "docs/torch-shm.html"
     pages[TREE / "rank-watch" / "README.md"] = "docs/rank-watch.html"
     pages[TREE / "torch-audit" / "README.md"] = "docs/torch-audit.html"

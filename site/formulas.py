@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 CONTEXTS = ("cp2", "cp4", "cp8")  # for llamas only
 HELD_OUT, MOST = 8, 400
+EACH = 20  # cuts between two lines of progress
 TEMPORARY = [each.name for each in fields(PieceCost)].index("temporary")
 
 
@@ -267,8 +268,11 @@ def main() -> None:
         "tile": loss.LARGE,
     }
     with Pool(2) as pool:
-        for kind, cut, forms in pool.imap_unordered(fitted, jobs):
+        made = pool.imap_unordered(fitted, jobs)
+        for number, (kind, cut, forms) in enumerate(made, 1):
             table.setdefault(kind, {})[cut] = forms
+            if number % EACH == 0 or number == len(jobs):
+                print(f"  {number} of {len(jobs)} cuts", flush=True)
     out.write_text(json.dumps(table, separators=(",", ":")))
     print(
         f"{out}: {len(jobs)} cuts of {len(families)} families, {out.stat().st_size / 1e6:.1f} MB"

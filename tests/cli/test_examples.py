@@ -229,3 +229,73 @@ def test_the_picture_of_the_readme_is_what_its_command_draws(
         out.read_text()
         == (ROOT / "docs" / "pictures" / "step.svg").read_text()
     )
+
+
+# ---- examples that compare with other trainers
+
+SCRIPT = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
+TURN = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def _printed(example: str, *words: object) -> str:
+    """Run an example and return its output."""
+    script = ROOT / "examples" / example
+    done = subprocess.run(
+        [sys.executable, script, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_character_model_has_the_validation_loss_of_the_plain_script(
+    tmp_path: Path,
+) -> None:
+    sizes = ("--steps", 40, "--seeds", 1, "--rounds", 1)
+    text = _printed("characters.py", "--out", tmp_path, *sizes)
+    ends = re.findall(r"seed 0: validation loss ([\d.]+)", text)
+    plain, ours = map(float, ends)
+    # A byte drawn at random costs 5.55 nats; the windows come in another order.
+    assert plain < 4.2
+    assert abs(ours - plain) < 0.2
+
+
+@pytest.mark.slow
+def test_six_layouts_have_the_losses_of_trainer(tmp_path: Path) -> None:
+    import tokenizers
+    import transformers
+
+    # A small model in the place of the weights, with heads for tp3.
+    folder = tmp_path / "SmolLM2-135M"
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    names = ["</s>", "<|user|>", "<|assistant|>"]
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    words.decoder = tokenizers.decoders.ByteLevel()
+    words.train_from_iterator(
+        ["a text"],
+        tokenizers.trainers.BpeTrainer(
+            special_tokens=names,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        eos_token="</s>",
+        pad_token="</s>",
+        chat_template=SCRIPT + TURN,
+    ).save_pretrained(folder)
+    text = _printed("smollm.py", "--out", tmp_path, "--steps", 2)
+    worst = re.findall(r"difference of a loss: ([\de.+-]+)", text)
+    assert len(worst) == 6
+    assert max(map(float, worst)) < 1e-4
