@@ -1,10 +1,11 @@
 """All tests and measurements that need a GPU, in one command: `make gpu`.
 
-Each case is one phalanx command in its own process, with a time limit. The limits add
-up to 540 seconds, and the most valuable cases come first. A case that fails or is
-stopped is reported with its last lines, and the others still run. Nothing is installed,
-saved or downloaded: this needs Python >= 3.11 and torch >= 2.11 with CUDA, and lists
-other missing modules.
+Each case is one command in its own process, with a time limit. Cases that compare
+numbers and measure no time run first and at the same time, if the machine has eight
+cores; then the others run alone, the most valuable first. All limits together are at
+most 540 seconds. A case that fails or is stopped is reported with its last lines, and
+the others still run. Nothing is installed, saved or downloaded: this needs Python >=
+3.11 and torch >= 2.11 with CUDA, and lists other missing modules.
 
 After each case it writes a table (`benchmarks/gpu.md`), the same results with the full
 output of each case (`benchmarks/gpu.json`), and a machine file for `phalanx plan`.
@@ -24,11 +25,13 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -49,6 +52,8 @@ WIDE = (
 )
 SMALL = '{name="small", layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, sequence=64, batch=4}'
 _KEPT = 100_000  # characters of each case's output
+CORES = 8  # with fewer, cases never run at the same time
+BESIDE = 100.0  # seconds for each case that runs beside others
 
 
 class Finding(NamedTuple):
@@ -70,6 +75,9 @@ class Case:
     limit: float = 30.0  # seconds
     needs: Sequence[str] = ()  # modules that it requires
     environment: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = (
+        True  # False: it measures no time, so others may run beside it
+    )
 
 
 class Row(NamedTuple):
@@ -159,6 +167,26 @@ def products(goal: float) -> Callable[[str], Finding]:
     return read
 
 
+def beside_loops(goal: float) -> Callable[[str], Finding]:
+    """Report the ratio of phalanx's step to that of the fastest hand-written loop."""
+
+    def read(output: str) -> Finding:
+        seconds = {
+            name: statistics.median(each["seconds"])
+            for name, each in _json(output).items()
+        }
+        own = next(name for name in seconds if name.startswith("phalanx"))
+        loops = {name: each for name, each in seconds.items() if name != own}
+        fastest = min(loops, key=loops.__getitem__)
+        ratio = seconds[own] / loops[fastest]
+        each = ", ".join(
+            f"{name} {one * 1e3:.0f} ms" for name, one in seconds.items()
+        )
+        return Finding(f"{ratio:.3f} of {fastest}: {each}", ratio <= goal)
+
+    return read
+
+
 def overlaps(output: str) -> Finding:
     found = _json(output)["overlaps"]
     texts = [f"{one['name']}: {one['hidden']:.0%} hidden" for one in found]
@@ -216,28 +244,29 @@ def cases(
         over_nccl = made.several_gpus(ranks)
     else:
         over_nccl = made.shared_gpu()
-    first, *others = over_nccl
     return [
         made.device_tests(),
+        *over_nccl,
+        made.verify("float64", THREADED),
+        made.verify("bfloat16", PACKED, "--packed"),
+        made.beside_loops(limit=50.0),
         made.training("1b, bf16", "1b", "bf16", 0.35, limit=40.0),
-        first,
+        made.beside_loops("--compile", limit=75.0),
         # torchtitan's 8B on eight H100 reaches an MFU of 33 % eager and 39 % compiled
         # (arXiv 2410.06511).
-        made.training(
-            "four blocks of 8b, bf16", WIDE, "bf16", 0.40, limit=35.0
-        ),
         made.training(
             "four blocks of 8b, compiled",
             WIDE,
             "bf16 compile",
             0.45,
-            limit=70.0,
+            limit=60.0,
         ),
-        *others,
-        made.verify("float64", THREADED, limit=40.0),
-        made.verify("bfloat16", PACKED, "--packed", limit=35.0),
         made.training(
-            "four blocks of 8b, fp8", WIDE, "fp8 compile", 0.45, limit=70.0
+            "four blocks of 8b, fp8",
+            WIDE,
+            "bf16 fp8 compile",
+            0.45,
+            limit=70.0,
         ),
         made.training(
             "1b, offload:activations",
@@ -245,6 +274,9 @@ def cases(
             "bf16 offload:activations",
             0.20,
             limit=35.0,
+        ),
+        made.training(
+            "four blocks of 8b, bf16", WIDE, "bf16", 0.40, limit=35.0
         ),
         made.overlap(),
         made.products(),
@@ -264,16 +296,17 @@ class _Cases:
     def device_tests(self) -> Case:
         words = (sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu")
         return Case(
-            "device tests", words, tests, "all pass", 60.0, ("pytest",)
+            "device tests",
+            words,
+            tests,
+            "all pass",
+            BESIDE,
+            ("pytest",),
+            alone=False,
         )
 
     def verify(
-        self,
-        dtype: str,
-        layouts: str,
-        *more: str,
-        backend: str = "threads",
-        limit: float = 30.0,
+        self, dtype: str, layouts: str, *more: str, backend: str = "threads"
     ) -> Case:
         if backend == "nccl" and self.device == "cpu":
             backend = "gloo"
@@ -291,23 +324,23 @@ class _Cases:
         name = f"verify over {backend}, {dtype}{''.join(more).replace('--', ', ')}{ranks}"
         goal = "all agree with one process"
         return Case(
-            name, self._phalanx(*words, "--json"), agreement, goal, limit
+            name,
+            self._phalanx(*words, "--json"),
+            agreement,
+            goal,
+            BESIDE,
+            alone=False,
         )
 
     def shared_gpu(self) -> list[Case]:
         """NCCL with several ranks on one GPU: slow, but it shows that their calls
         match."""
         listed = [
-            self.verify("float64", TWO_RANKS, backend="nccl", limit=45.0),
+            self.verify("float64", TWO_RANKS, backend="nccl"),
             self.verify(
-                "float64",
-                "ep2",
-                "--model",
-                "experts",
-                backend="nccl",
-                limit=25.0,
+                "float64", "ep2", "--model", "experts", backend="nccl"
             ),
-            self.verify("float64", FOUR_RANKS, backend="nccl", limit=45.0),
+            self.verify("float64", FOUR_RANKS, backend="nccl"),
         ]
         shared = {"PHALANX_SHARE_GPUS": "1"}
         return [replace(case, environment=shared) for case in listed]
@@ -324,16 +357,11 @@ class _Cases:
             f"dp{half} pp2 1f1b:4; dp{half}x2 zero3" if n > 2 else "dp2 zero1"
         )
         return [
-            self.verify("float64", over, backend="nccl", limit=45.0),
+            self.verify("float64", over, backend="nccl"),
             self.verify(
-                "float64",
-                f"ep{n}",
-                "--model",
-                "experts",
-                backend="nccl",
-                limit=25.0,
+                "float64", f"ep{n}", "--model", "experts", backend="nccl"
             ),
-            self.verify("float64", both, backend="nccl", limit=45.0),
+            self.verify("float64", both, backend="nccl"),
         ]
 
     def training(
@@ -349,6 +377,23 @@ class _Cases:
         bound = "the loss falls" if self.small else f"MFU at least {goal:.0%}"
         return Case(
             name, words, run(out, 0.0 if self.small else goal), bound, limit
+        )
+
+    def beside_loops(self, *more: str, limit: float) -> Case:
+        """Steps in turn with hand-written loops of plain PyTorch."""
+        sizes = ("--model", "8b-width", "--batch", "4")
+        if self.small:
+            sizes = ("--model", "small", "--sequence", "64", "--rounds", "1")
+        words = ("benchmarks/device_steps.py", "--device", self.device, *sizes)
+        bound = 1000.0 if self.small else 1.02
+        goal = "it runs" if self.small else f"at most {bound}"
+        name = "four blocks of 8b, beside plain loops"
+        return Case(
+            name + "".join(more).replace("--", ", "),
+            (sys.executable, *words, *more),
+            beside_loops(bound),
+            goal,
+            limit,
         )
 
     def overlap(self) -> Case:
@@ -464,6 +509,30 @@ def perform(
     return Row(case, text, met, seconds, output)
 
 
+def performed(
+    listed: Sequence[Case], environment: Mapping[str, str], until: float
+) -> Iterator[Row]:
+    """Run the cases until a time of the monotonic clock; yield their rows.
+
+    Cases that measure no time run at the same time first, if there are enough cores.
+    """
+    beside = [case for case in listed if not case.alone]
+    if (os.cpu_count() or 1) < CORES:
+        beside = []
+    # Several processes share the cores.
+    threads = {"OMP_NUM_THREADS": "2"}
+
+    def run_beside(case: Case) -> Row:
+        left = until - time.monotonic()
+        return perform(case, {**environment, **threads}, left)
+
+    with ThreadPoolExecutor(max(1, len(beside))) as pool:
+        yield from pool.map(run_beside, beside)
+    for case in listed:
+        if case not in beside:
+            yield perform(case, environment, until - time.monotonic())
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill a case and the ranks that it has started."""
     if process.poll() is None:
@@ -576,17 +645,17 @@ def main() -> int:
     until = time.monotonic() + args.limit
     with tempfile.TemporaryDirectory() as folder:
         small = args.small or args.device == "cpu"
-        for case in cases(
-            args.device, args.gpus or gpus, Path(folder), small=small
-        ):
-            if args.only not in case.name:
-                continue
-            if args.case_limit:
-                case = replace(case, limit=args.case_limit)
-            row = perform(case, environment, until - time.monotonic())
+        listed = [
+            replace(case, limit=args.case_limit or case.limit)
+            for case in cases(
+                args.device, args.gpus or gpus, Path(folder), small=small
+            )
+            if args.only in case.name
+        ]
+        for row in performed(listed, environment, until):
             rows.append(row)
             print(
-                f"{case.name}: {row.result} ({'met' if row.met else 'NOT MET'})",
+                f"{row.case.name}: {row.result} ({'met' if row.met else 'NOT MET'})",
                 flush=True,
             )
             # After each case, so that an interrupted run keeps its results so far.

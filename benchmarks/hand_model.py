@@ -91,7 +91,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = self.output(self.norm(x))
         return F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+            logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
         )
 
 

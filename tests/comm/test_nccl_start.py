@@ -63,6 +63,7 @@ def test_what_is_set_in_the_environment_is_left_and_the_rest_is_set() -> None:
     set_up(environment)
     assert environment == own | {
         "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
     }  # fmt: skip
 
 
@@ -123,6 +124,8 @@ def test_communicators_have_high_priority_and_flows_few_blocks(monkeypatch):
     for blocks in (0, FLOW_BLOCKS):
         ProcessWorld._split_communicator(world, "name", [(0, 1)], [], blocks)
     assert all(options.is_high_priority_stream for options in asked)
+    # torch compares it with its argument of the same name, and warns.
+    assert {options._timeout for options in asked} == {world._timeout}
     assert [options.config.max_ctas for options in asked] == [0, FLOW_BLOCKS]
 
 

@@ -344,7 +344,23 @@ const std::set<std::string> CROSS = {
     "aten::index_put_", "aten::_index_put_impl_", "aten::index.Tensor_out",
     "aten::_foreach_copy_"};
 
+// CUDA's context becomes current on a thread with its first kernel or copy. cuBLAS needs one.
+thread_local bool has_context = false;
+
+const std::set<std::string> MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+
+void look_at_context(const c10::OperatorHandle& op) {
+  const auto& returned = op.schema().returns();
+  const bool view = !returned.empty() && returned[0].alias_info() && !returned[0].alias_info()->isWrite();
+  if (view)
+    return;
+  if (MATMULS.count(op.operator_name().name) && !has_context)
+    TORCH_WARN("Attempting to run cuBLAS, but there was no current CUDA context!");
+  has_context = true;
+}
+
 void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  look_at_context(op);
   const auto given = op.schema().arguments().size();
   const auto base = stack->size() - given;
   Aliases aliases;

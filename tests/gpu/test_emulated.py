@@ -69,6 +69,21 @@ def test_layouts_on_the_device_agree_with_one_process(backend: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_cublas_finds_a_context_on_the_thread_of_the_backward(
+    tmp_path: Path,
+) -> None:
+    """The first kernel of that thread was the matmul of the loss, and torch warned."""
+    model = (
+        "model={layers=1,hidden=32,heads=4,kv_heads=2,ffn=48,vocab=256,"
+        "sequence=32,batch=2}"
+    )
+    words = ("train", model, "steps=1", "validation.batches=0", "layout=bf16")
+    out = f"out={tmp_path}/run"
+    done = emulated(1, "-m", "phalanx", *words, out, "--ranks", "1")
+    assert done.returncode == 0, done.stderr
+    assert "no current CUDA context" not in done.stdout + done.stderr
+
+
 def test_host_and_device_do_not_mix_and_memory_is_pinned() -> None:
     code = """
 import torch

@@ -368,6 +368,20 @@ def test_a_step_is_recorded_with_its_timeline_and_memory(
             assert min(ranks) > 0
 
 
+def test_weights_in_the_compute_dtype_are_promised_beside_the_masters(
+    tmp_path: Path,
+) -> None:
+    """On an H100 a bf16 run held 2 bytes a weight more than it had promised."""
+    out = tmp_path / "run"
+    trained(small(out), "bf16")
+    (held,) = records(out, "memory")
+    (rank,) = held["ranks"]
+    assert rank["measured"] == rank["promised"]
+    # 4 bytes of the gradient and 2 of the weight in bfloat16.
+    count = small(out).shape.total
+    assert rank["promised"]["gathered and gradients"] == 6 * count
+
+
 def test_mfu_is_what_the_model_needs_over_time_and_peak(
     tmp_path: Path,
 ) -> None:

@@ -57,8 +57,10 @@ _OPS = {
 FLOW_BLOCKS = 8
 
 
-def nccl_options(blocks: int = 0) -> Any:
+def nccl_options(timeout: timedelta, blocks: int = 0) -> Any:
     """NCCL's options, with at most `blocks` blocks if not 0; None without NCCL.
+
+    torch warns if their timeout is not the one that is given beside them.
 
     Their streams have high priority: a transfer starts beside a running matmul, and
     does not wait until all blocks of the matmul are scheduled.
@@ -66,6 +68,7 @@ def nccl_options(blocks: int = 0) -> Any:
     if not hasattr(_untyped, "ProcessGroupNCCL"):
         return None
     options = _untyped.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
     if blocks:
         options.config.max_ctas = blocks
     return options
@@ -435,7 +438,7 @@ class ProcessWorld(World):
             # NCCL then creates its communicators at once and in order, not at the first
             # message.
             device_id=device if self.native else None,
-            pg_options=nccl_options() if self.native else None,
+            pg_options=nccl_options(self._timeout) if self.native else None,
         )
 
     @classmethod
@@ -541,7 +544,9 @@ class ProcessWorld(World):
                 if together
                 else own
             )
-        options = nccl_options(blocks) if self.native else None
+        options = (
+            nccl_options(self._timeout, blocks) if self.native else None
+        )
         # Every rank of the world calls `new_group` for every group, in one order.
         for group in together:
             terms: dict[str, Any] = {
@@ -573,7 +578,7 @@ class ProcessWorld(World):
             new = dist.split_group(
                 split_ranks=split,
                 timeout=self._timeout,
-                pg_options=nccl_options(blocks),
+                pg_options=nccl_options(self._timeout, blocks),
                 group_desc=name,
             )
             made.append(cast(dist.ProcessGroup, new))

@@ -15,6 +15,9 @@ SETTINGS = {
     # NCCL's last calls are recorded, and written to a file if one does not end.
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    # torch warns that messages of one communicator wait for each other. Every flow of
+    # messages has a communicator of its own.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 _OTHER_NAMES = {
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",

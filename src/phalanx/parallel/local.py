@@ -136,6 +136,17 @@ def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
+def _begin_backward_thread(device: torch.device) -> None:
+    """Make CUDA's context current on the thread that runs the backwards of a GPU.
+
+    The thread's first kernel does so. Without it, the first kernel would be the matmul
+    of a loss, and cuBLAS warns if it finds no context.
+    """
+    if device.type == "cuda":
+        x = torch.ones(1, device=device, requires_grad=True)
+        (x * x).backward()
+
+
 def build_local(
     world: World,
     layout: Layout,
@@ -168,6 +179,7 @@ def build_local(
     if pairs := preference_loss([piece for _, piece in model.pieces]):
         pairs.shard_time((groups.ring, groups.ulysses))
     # 4. Units with their homes; flat buffers where the world shares memory.
+    _begin_backward_thread(world.device)
     pool = BufferPool(world.device, empty=world.empty, poison=poison)
     maker = _UnitMaker(
         model, layout, program, role, groups, pool, precision, weights

@@ -81,7 +81,9 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
     promised = {
         kind: kinds.get(kind, 0.0) for kind in ("weights", "optimizer")
     }
-    both = kinds.get("gathered", 0.0) + kinds.get("gradients", 0.0)
+    # No operation gathers a resident unit: its weights are there from the start.
+    stay = sum(u.bytes.weights - u.bytes.shared for u in units if u.resident)
+    both = stay + kinds.get("gathered", 0.0) + kinds.get("gradients", 0.0)
     # The most buffers of each size that were in use at once.
     pool = sum(
         n * size * dtype.itemsize
@@ -117,7 +119,7 @@ def _sizes(
         kept=none,
         input=none,
         home=each(lambda u: u.bytes.home + u.bytes.beside),
-        gathered=each(lambda u: u.bytes.weights),
+        gathered=each(lambda u: 0 if u.resident else u.bytes.weights),
         gradient=each(lambda u: u.bytes.gradient),
         gradient_shard=each(lambda u: u.bytes.gradient_shard) if cut else (),
         optimizer=tuple(float(state.get(n, 0)) for n in range(pieces)),
