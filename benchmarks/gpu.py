@@ -51,6 +51,11 @@ WIDE = (
     " sequence=4096, batch=4}"
 )
 SMALL = '{name="small", layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, sequence=64, batch=4}'
+# In float32 the backward of a block takes half a second on an H100.
+SLOW = (
+    '{name="slow", layers=2, hidden=4096, heads=32, ffn=16384, vocab=256,'
+    " sequence=8192, batch=1}"
+)
 _KEPT = 100_000  # characters of each case's output
 CORES = 8  # with fewer, cases never run at the same time
 BESIDE = 100.0  # seconds for each case that runs beside others
@@ -226,6 +231,23 @@ def run(folder: Path, goal: float) -> Callable[[str], Finding]:
     return read
 
 
+def outlasted(folder: Path) -> Callable[[str], Finding]:
+    """Report a run whose device works longer on one operation than `hang.timeout`."""
+
+    def read(output: str) -> Finding:
+        lines = [
+            json.loads(line)
+            for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        seconds = [x["seconds"] for x in lines if x["event"] == "step"]
+        hangs = sum(x["event"] == "hang" for x in lines)
+        ended = any(x["event"] == "end" for x in lines)
+        text = f"{len(seconds)} steps of {statistics.median(seconds):.1f} s"
+        return Finding(f"{text}, {hangs} hangs reported", ended and not hangs)
+
+    return read
+
+
 def ran(output: str) -> Finding:
     return Finding("it ran", True)
 
@@ -249,9 +271,10 @@ def cases(
         *over_nccl,
         made.verify("float64", THREADED),
         made.verify("bfloat16", PACKED, "--packed"),
+        made.long_operations(),
         made.beside_loops(limit=50.0),
         made.training("1b, bf16", "1b", "bf16", 0.35, limit=40.0),
-        made.beside_loops("--compile", limit=75.0),
+        made.beside_loops("--compile", "--hand", "masters", limit=75.0),
         # torchtitan's 8B on eight H100 reaches an MFU of 33 % eager and 39 % compiled
         # (arXiv 2410.06511).
         made.training(
@@ -379,6 +402,23 @@ class _Cases:
             name, words, run(out, 0.0 if self.small else goal), bound, limit
         )
 
+    def long_operations(self) -> Case:
+        """A healthy run whose operations take longer than `hang.timeout`."""
+        out = self.folder / "long-operations"
+        keys = (
+            f"model={SMALL if self.small else SLOW}", f"out={out}", "layout=fp32",
+            "steps=6", "hang.timeout=0.3", "data=python", "checkpoint.at_end=false",
+            "validation.batches=0",
+        )  # fmt: skip
+        return Case(
+            "operations longer than hang.timeout",
+            self._phalanx("train", *keys, "--ranks", "1"),
+            outlasted(out),
+            "the run is not ended",
+            BESIDE,
+            alone=False,
+        )
+
     def beside_loops(self, *more: str, limit: float) -> Case:
         """Steps in turn with hand-written loops of plain PyTorch."""
         sizes = ("--model", "8b-width", "--batch", "4")
@@ -387,9 +427,9 @@ class _Cases:
         words = ("benchmarks/device_steps.py", "--device", self.device, *sizes)
         bound = 1000.0 if self.small else 1.02
         goal = "it runs" if self.small else f"at most {bound}"
-        name = "four blocks of 8b, beside plain loops"
+        compiled = ", compiled" if "--compile" in more else ""
         return Case(
-            name + "".join(more).replace("--", ", "),
+            f"four blocks of 8b, beside plain loops{compiled}",
             (sys.executable, *words, *more),
             beside_loops(bound),
             goal,

@@ -21,7 +21,7 @@ def forward(
     scores = _scores(q, k, bias, causal, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-    return (weights @ _wide(v, q)).to(q.dtype), lse
+    return _laid_out(weights @ _wide(v, q), q), lse
 
 
 def backward(
@@ -39,7 +39,7 @@ def backward(
     )
     into_q = slope @ _wide(k, q) * factor
     into_k = _grouped(slope.mT @ q.to(scores.dtype) * factor, k)
-    return into_q.to(q.dtype), into_k.to(k.dtype), into_v.to(v.dtype)
+    return _laid_out(into_q, q), _laid_out(into_k, k), _laid_out(into_v, v)
 
 
 def _scores(
@@ -66,6 +66,11 @@ def _wide(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values for each head of the queries, in the dtype of sums."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return x.to(dtype).repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """A tensor in the dtype and with the strides of another, as CUDA's kernels return it."""
+    return torch.empty_like(like).copy_(x)
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from time import monotonic
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from gpu import (
     Case,
     Finding,
     agreement,
+    beside_loops,
     cases,
     main,
     perform,
+    performed,
     table,
 )
 from phalanx.layout import Layout, Shape
@@ -179,6 +182,37 @@ def test_a_case_runs_from_the_tree_and_its_results_are_written(
     (row,) = json.loads(out.with_suffix(".json").read_text())["cases"]
     assert row["met"]
     assert "step 12/12" in row["output"]
+
+
+def test_the_ratio_is_to_the_fastest_loop() -> None:
+    seconds = {"phalanx bf16": [2.0, 3.0, 4.0], "a": [5.0] * 3, "b": [3.0] * 3}
+    found = {name: {"seconds": each} for name, each in seconds.items()}
+    output = f"| a table |\n{json.dumps(found)}\n"
+    assert beside_loops(1.02)(output).text.startswith("1.000 of b: ")
+    assert beside_loops(1.0)(output).met
+    assert not beside_loops(0.99)(output).met
+
+
+def test_cases_that_measure_no_time_run_at_the_same_time_and_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The two wait for each other, and the third needs both."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    wait = (
+        "import sys, time, pathlib; own, other = map(pathlib.Path, sys.argv[1:])\n"
+        "own.touch()\nwhile not other.exists(): time.sleep(0.01)"
+    )
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    both = f"import pathlib; print(len([*pathlib.Path({str(tmp_path)!r}).iterdir()]))"
+    listed = [
+        Case("alone", (PYTHON, "-c", both), finding),
+        Case("first", (PYTHON, "-c", wait, one, two), finding, alone=False),
+        Case("second", (PYTHON, "-c", wait, two, one), finding, alone=False),
+    ]
+    rows = [*performed(listed, os.environ, monotonic() + 60)]
+    names = [row.case.name for row in rows]
+    assert names == ["first", "second", "alone"]
+    assert rows[-1].result == "2"
 
 
 @pytest.mark.slow

@@ -281,3 +281,25 @@ def test_a_run_s_seed_is_that_of_its_weights(tmp_path: Path) -> None:
             for name, parameter in unit.parameters.items():
                 want = drawn(name, seed, parameter.shape, rank.shape)
                 assert torch.equal(parameter.detach(), want), name
+
+
+def test_threads_that_draw_change_no_bit() -> None:
+    """Tiles were drawn one after the other: 7 s of the start of a 1B model."""
+    model = build_model(replace(SHAPES["gqa"], hidden=256, vocab=700))
+    part = torch.arange(3, 600, 2), slice(5, 200)
+    before = torch.get_num_threads()
+    drawn = []
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            whole = start(model, "embed.tokens.weight", 1)
+            of_part = start(
+                model, "embed.tokens.weight", 1, torch.float32, part
+            )
+            drawn.append((whole, of_part))
+    finally:
+        torch.set_num_threads(before)
+    (one, one_part), (four, four_part) = drawn
+    assert torch.equal(one, four)
+    assert torch.equal(one_part, four_part)
+    assert torch.equal(one_part, one[part[0]][:, part[1]])

@@ -544,9 +544,7 @@ class ProcessWorld(World):
                 if together
                 else own
             )
-        options = (
-            nccl_options(self._timeout, blocks) if self.native else None
-        )
+        options = nccl_options(self._timeout, blocks) if self.native else None
         # Every rank of the world calls `new_group` for every group, in one order.
         for group in together:
             terms: dict[str, Any] = {

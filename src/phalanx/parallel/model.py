@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -298,6 +299,37 @@ def decoder_of(shape: Shape, **changes: Any) -> Decoder:
     return Decoder(**sizes | changes)
 
 
+class _Tile(NamedTuple):
+    """A tile of a weight that is drawn on its own, by its place among the tiles."""
+
+    row: int
+    column: int
+    rows: slice  # those of the part that lie in it
+
+
+def _tile_rows(rows: Tensor, down: int) -> Iterator[tuple[int, slice]]:
+    """Yield each row of tiles that has some of `rows`, and the run of them in it."""
+    # `rows` ascends, so the part's rows in a tile are one run.
+    for i in (rows // down).unique_consecutive().tolist():
+        ends = torch.tensor([i * down, (i + 1) * down])
+        yield i, slice(*torch.searchsorted(rows, ends).tolist())
+
+
+def _in_threads(draw: Callable[[_Tile], None], tiles: Sequence[_Tile]) -> None:
+    """Draw the tiles on as many threads as torch computes with.
+
+    torch draws normal numbers on one thread: 7 s for the 1.2e9 weights of a 1B model.
+    """
+    threads = min(torch.get_num_threads(), len(tiles))
+    if threads < 2:
+        for tile in tiles:
+            draw(tile)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for done in pool.map(draw, tiles):
+            assert done is None
+
+
 def start(
     model: Model,
     name: str,
@@ -330,37 +362,45 @@ def start(
         chosen = whole.reshape(high, wide)[rows][:, columns]
         return (chosen if part else chosen.view(shape)).to(dtype).contiguous()
     left, right, _ = columns.indices(wide)
-    out = torch.empty(len(rows), right - left)
-    # Tile row by tile row, only those that the part touches. `rows` ascends, so the
-    # part's rows in a tile are one run.
-    for i in (rows // down).unique_consecutive().tolist():
-        here = slice(
-            *torch.searchsorted(
-                rows, torch.tensor([i * down, (i + 1) * down])
-            ).tolist()
+    # float32, also where the user's default is narrower
+    wide_type = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    out = torch.empty(len(rows), right - left, dtype=wide_type)
+
+    # numpy copies on this thread alone. torch would start threads in each of ours.
+    drawn = out.numpy()
+
+    def draw(tile: _Tile) -> None:
+        i, j = tile.row, tile.column
+        size = min(down, high - i * down), min(across, wide - j * across)
+        # Seeded by the seed, the name and the tile: the same in every layout.
+        number = i * -(-wide // across) + j
+        key = hashlib.sha256(
+            f"{seed}:{name}{f':{number}' * (number > 0)}".encode()
+        ).digest()
+        generator = torch.Generator().manual_seed(
+            int.from_bytes(key[:8], "big") >> 1
         )
-        for j in range(left // across, -(-right // across)):
-            size = min(down, high - i * down), min(across, wide - j * across)
-            # Seeded by the seed, the name and the tile: the same in every layout.
-            number = i * -(-wide // across) + j
-            key = hashlib.sha256(
-                f"{seed}:{name}{f':{number}' * (number > 0)}".encode()
-            ).digest()
-            generator = torch.Generator().manual_seed(
-                int.from_bytes(key[:8], "big") >> 1
-            )
-            tile = torch.empty(size if tiled else shape)
-            (draw_lora if is_lora(name) else model.draw)(name, tile, generator)
-            # The overlap of the tile's columns with the part's.
-            first, last = (
-                max(left, j * across),
-                min(right, j * across + size[1]),
-            )
-            own = tile.view(size)[:, first - j * across : last - j * across]
-            all_rows = here.stop - here.start == size[0]
-            out[here, first - left : last - left] = (
-                own if all_rows else own[rows[here] - i * down]
-            )
+        values = torch.empty(size if tiled else shape, dtype=wide_type)
+        (draw_lora if is_lora(name) else model.draw)(name, values, generator)
+        # The overlap of the tile's columns with the part's.
+        first, last = (
+            max(left, j * across),
+            min(right, j * across + size[1]),
+        )
+        own = values.view(size)[:, first - j * across : last - j * across]
+        here = tile.rows
+        if here.stop - here.start < size[0]:
+            own = own[rows[here] - i * down]
+        drawn[here, first - left : last - left] = own.numpy()
+
+    _in_threads(
+        draw,
+        [
+            _Tile(i, j, here)
+            for i, here in _tile_rows(rows, down)
+            for j in range(left // across, -(-right // across))
+        ],
+    )
     if model.draw is _draw and name in model.padding:
         out[rows == model.padding[name]] = (
             0.0  # as nn.Embedding initializes it

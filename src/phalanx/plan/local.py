@@ -15,7 +15,7 @@ from ..layout.optimizers import ADAMW
 from ..layout.state_bytes import engine_state
 from ..program import AttentionLoad, Product
 from .device import MachineError
-from .hardware import HOST_LINK, Hardware
+from .hardware import HOST_LINK, Hardware, Rates, Roofline
 from .machine import Machine, Rate
 from .profile import SoftwareProfile, profile, profiles
 
@@ -84,6 +84,25 @@ class MeasuredRates:
 
 
 @dataclass(frozen=True)
+class MeasuredRoofline(Roofline):
+    """A catalogued device with the rates of its machine file.
+
+    Only the shapes that `doctor` measures have a measured rate. The catalogue's model of
+    tiles and waves prices all others from the best rate, and attention as published.
+    """
+
+    # FLOP/s of the best measured matmul, and bytes per second
+    best: Mapping[str, float] = field(default_factory=dict)
+    bandwidth: float = 0.0
+
+    def reached(self, dtype: str) -> float:
+        return self.best.get(dtype) or super().reached(dtype)
+
+    def move(self, size: float) -> float:
+        return size / self.bandwidth
+
+
+@dataclass(frozen=True)
 class Curves:
     """Message times from the machine's curves, for `ranks` ranks on it.
 
@@ -135,19 +154,24 @@ def hardware_of_machine(
     known: dict[str, list[Rate]] = defaultdict(list)
     for rate in machine.rates:
         known[rate.dtype].append(rate)
+    best = {
+        dtype: max(r.flops for r in rates) for dtype, rates in known.items()
+    }
+    rates: Rates = MeasuredRates(machine, known)
+    if machine.entry is not None and not cpu:
+        rates = MeasuredRoofline(
+            machine.entry, machine.launch, best, machine.memory_bandwidth
+        )
     return Hardware(
         name=machine.name,
         ranks=ranks,
         # Ranks on a CPU divide its memory; otherwise each has a device of its
         # own.
         memory=machine.memory / ranks if cpu else machine.memory,
-        rates=MeasuredRates(machine, known),
+        rates=rates,
         network=Curves(machine, ranks, backend),
         node=ranks,
-        peak={
-            dtype: max(r.flops for r in rates)
-            for dtype, rates in known.items()
-        },
+        peak=best,
         host=machine.host_bandwidth or HOST_LINK,
         measured=True,
         cores=cores,
