@@ -144,7 +144,7 @@ def _begin_backward_thread(device: torch.device) -> None:
     """
     if device.type == "cuda":
         x = torch.ones(1, device=device, requires_grad=True)
-        (x * x).backward()
+        torch.autograd.backward(x * x)
 
 
 def build_local(

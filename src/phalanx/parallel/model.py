@@ -307,7 +307,7 @@ class _Tile(NamedTuple):
     rows: slice  # those of the part that lie in it
 
 
-def _tile_rows(rows: Tensor, down: int) -> Iterator[tuple[int, slice]]:
+def _tile_rows(rows: Any, down: int) -> Iterator[tuple[int, slice]]:
     """Yield each row of tiles that has some of `rows`, and the run of them in it."""
     # `rows` ascends, so the part's rows in a tile are one run.
     for i in (rows // down).unique_consecutive().tolist():
