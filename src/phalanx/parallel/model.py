@@ -299,7 +299,7 @@ def decoder_of(shape: Shape, **changes: Any) -> Decoder:
     return Decoder(**sizes | changes)
 
 
-class _Tile(NamedTuple):
+class _DrawnTile(NamedTuple):
     """A tile of a weight that is drawn on its own, by its place among the tiles."""
 
     row: int
@@ -315,7 +315,9 @@ def _tile_rows(rows: Any, down: int) -> Iterator[tuple[int, slice]]:
         yield i, slice(*torch.searchsorted(rows, ends).tolist())
 
 
-def _in_threads(draw: Callable[[_Tile], None], tiles: Sequence[_Tile]) -> None:
+def _in_threads(
+    draw: Callable[[_DrawnTile], None], tiles: Sequence[_DrawnTile]
+) -> None:
     """Draw the tiles on as many threads as torch computes with.
 
     torch draws normal numbers on one thread: 7 s for the 1.2e9 weights of a 1B model.
@@ -369,7 +371,7 @@ def start(
     # numpy copies on this thread alone. torch would start threads in each of ours.
     drawn = out.numpy()
 
-    def draw(tile: _Tile) -> None:
+    def draw(tile: _DrawnTile) -> None:
         i, j = tile.row, tile.column
         size = min(down, high - i * down), min(across, wide - j * across)
         # Seeded by the seed, the name and the tile: the same in every layout.
@@ -396,7 +398,7 @@ def start(
     _in_threads(
         draw,
         [
-            _Tile(i, j, here)
+            _DrawnTile(i, j, here)
             for i, here in _tile_rows(rows, down)
             for j in range(left // across, -(-right // across))
         ],
