@@ -52,11 +52,11 @@ class SharedReader(CachingReader):
         self.local = build_local(world, layout, model, program, seed=None)
         self.local.fill(weights)
         self.everyone = self.local.groups.everyone
-        # Embedding and head have no attention.
+        # Embedding and head have no attention, and later tokens are not predicted.
         self.cores = [
             cached_core(piece.module)
             for number, piece in self.local.pieces.items()
-            if 0 < number < self.last
+            if 0 < number <= self.shape.layers
         ]
 
     def logits(self, tokens: Tensor, last: int) -> Tensor:
@@ -74,9 +74,9 @@ class SharedReader(CachingReader):
                 module = self.local.pieces[number].module
                 if number == 0:
                     x = module(tokens, positions)
-                elif number < self.last:
+                elif number <= self.shape.layers:
                     x = module(x, **derived)
-                else:
+                elif number == self.last:
                     self._fill_own_words(module, x[:, -last:], every)
             # After the last stage only logits are needed.
             if stage + 1 < len(self.stages):

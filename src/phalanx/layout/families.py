@@ -58,7 +58,7 @@ class Family:
     # The last two dims of blocks' weights with this many dims are (in, out).
     transposed: int = 0
     alternating: bool = False  # the rows of two packed weights alternate
-    # Blocks after the last one predict further tokens, and are left out.
+    # Blocks after the last one predict further tokens: they are written and not read.
     further: bool = False
     # Their keys about experts and latent attention, and ours.
     experts: Mapping[str, str] = field(default_factory=dict)
@@ -121,6 +121,48 @@ class HubTensor:
             self.name.replace("*", str(e))
             for e in range(experts if "*" in self.name else 1)
         ]
+
+
+# DeepSeek-V3's names of a module of multi-token prediction, below its block's.
+_AHEAD = {
+    "mtp.{}.token_norm.weight": "enorm.weight",
+    "mtp.{}.hidden_norm.weight": "hnorm.weight",
+    "mtp.{}.proj.weight": "eh_proj.weight",
+    "head.predicted.{}.norm.weight": "shared_head.norm.weight",
+    # Copies: a module shares them with the model.
+    "embed.tokens.weight": "embed_tokens.weight",
+    "head.output.weight": "shared_head.head.weight",
+}
+
+
+def ahead_sources(
+    family: Family, names: Mapping[str, int], layers: int, modules: int
+) -> dict[str, HubTensor]:
+    """Map weights of ours as `sources`, also those of multi-token prediction.
+
+    A family without such modules has no names for them, and their weights are left out.
+    """
+    prefixes = ["mtp.", "head.predicted."]
+    prefixes += [f"layers.{layers + module}." for module in range(modules)]
+    plain = {
+        name: dims
+        for name, dims in names.items()
+        if not name.startswith(tuple(prefixes))
+    }
+    found = sources(family, plain)
+    if not family.further:
+        return found
+    for module in range(modules):
+        block = f"layers.{layers + module}."
+        own = {n: dims for n, dims in names.items() if n.startswith(block)}
+        found |= sources(family, own)
+        for ours, theirs in _AHEAD.items():
+            name = ours.format(module)
+            place = f"{family.layers}.{layers + module}.{theirs}"
+            # A tied output is the embedding.
+            held = name if name in names else "embed.tokens.weight"
+            found[place] = HubTensor(place, (held,))
+    return found
 
 
 def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
@@ -650,7 +692,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
             "qk_rope_head_dim": shape.turned,
         }
         config |= {
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": shape.mtp,
             "qk_nope_head_dim": shape.head_dim - shape.turned,
         }
         config["rope_interleave"] = shape.rope_pairs == "neighbours"

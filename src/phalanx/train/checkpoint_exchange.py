@@ -88,7 +88,9 @@ def export_weights(
             for name, each in weights.items()
             if not is_lora(name)
         }
-        data = families.sources(families.FAMILIES[family], dims)
+        data = families.ahead_sources(
+            families.FAMILIES[family], dims, shape.layers, shape.mtp
+        )
     make_empty(out)
     plain = [name for name in weights if not is_lora(name)]
     kind = DTYPES[dtype or weights[plain[0]].dtype]
