@@ -233,7 +233,7 @@ def picture(curves: dict[str, dict[int, float]]) -> str:
     series = [Series(name, sorted(curve.items())) for name, curve in curves.items()]
     across = ChartAxis("step", "{:.0f}".format, base=0)
     up = ChartAxis("validation loss, nats per byte", "{:.1f}".format, base=0)
-    title = "nanoGPT's character model: the same curve"
+    title = "nanoGPT's character model"
     return chart(title, series, across, up, width=720)
 
 

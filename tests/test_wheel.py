@@ -62,6 +62,9 @@ def _environment(folder: Path, *, lent: bool) -> Path:
     purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     packages = Path(_run(python, "-c", purelib, folder=folder).strip())
     if lent:
+        # torch wants a newer setuptools than a new environment has: the lent one.
+        remove = (python, "-m", "pip", "uninstall", "-q", "-y", "setuptools")
+        _run(*remove, folder=folder.parent)
         here = sysconfig.get_paths()["purelib"]
         (packages / "lent.pth").write_text(here + "\n")
     return python
