@@ -94,9 +94,9 @@ def test_equal_blocks_share_one_graph_forward_and_one_backward(
     (found,) = launch(
         counted, 1, Layout.parse(f"{text} compile fp64"), backend="threads"
     )
-    # The embedding and the blocks; in two steps. The head's logits are made by its loss, outside any
-    # graph. Where a gradient comes once, it is an output of the graph.
-    assert found == ((2, 0), {"forward": 2, "backward": 2})
+    # The blocks alone, in two steps. The embedding is a lookup, and the head's logits are made by its
+    # loss, outside any graph. Where a gradient comes once, it is an output of the graph.
+    assert found == ((1, 0), {"forward": 1, "backward": 1})
 
 
 def test_recomputing_whole_pieces_needs_one_more_graph_of_each_without_gradients() -> (
@@ -105,7 +105,7 @@ def test_recomputing_whole_pieces_needs_one_more_graph_of_each_without_gradients
     layout = Layout.parse("accum:2 recompute:all compile fp64")
     (found,) = launch(counted, 1, layout, backend="threads")
     assert found[0].recompiles == 0
-    assert found[1]["backward"] == 2
+    assert found[1]["backward"] == 1
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_blocks_with_experts_compile_around_these(
         SHAPES[name], [Layout.parse(f"{text} compile fp64")], steps=1
     )
     assert verdict.passed, verdict
-    assert graphs().compiled > 3
+    assert graphs().compiled > 2
 
 
 def test_a_model_of_ones_own_compiles() -> None:

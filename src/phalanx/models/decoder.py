@@ -385,6 +385,12 @@ class Embed(nn.Module):
             None if sequence is None else nn.Embedding(sequence, hidden)
         )
 
+    @property
+    def uncompiled(self) -> bool:
+        """True if this is a lookup alone, which calling a graph would slow down."""
+        plain = self.scale == 1 and not self.dropout.rate
+        return plain and self.positions is None
+
     def forward(
         self, tokens: Tensor, positions: Tensor, noise: Tensor | None = None
     ) -> Tensor:
