@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from phalanx.plan.calibrate import LongestPath, fit, spread_over
-from phalanx.plan.profile import SoftwareProfile
+from phalanx.plan.profile import SoftwareProfile, profile
 from phalanx.plan.published import PublishedRun
 from phalanx.plan.score import HeldOut, held_out
 from phalanx.program.program import uncollected
 
-__all__ = ["START", "hold_out", "shared", "some"]
+__all__ = ["START", "hold_out", "shared", "some", "unfitted"]
 
 Each = Callable[..., Iterable[LongestPath]]
 _ROWS = 8  # of a profile on a device that a fit takes
@@ -66,6 +66,21 @@ def hold_out(
         without = shared(others, met, START)
         found[family] = held_out(without, own, _FIVE)
     return found
+
+
+def unfitted(
+    published: Sequence[PublishedRun], families: Sequence[str]
+) -> dict[str, HeldOut]:
+    """The numbers of `default` as they stand, and then with five rows of each family."""
+    start = profile("default")
+    return {
+        family: held_out(
+            start,
+            [run for run in published if run.row.family == family],
+            _FIVE,
+        )
+        for family in families
+    }
 
 
 def some(published: Sequence[PublishedRun]) -> list[PublishedRun]:

@@ -86,9 +86,6 @@ def run(argv: Sequence[str]) -> int:
     before, costed_runs = _of_tables(args) if tables else _of_folders(args)
     used = spread_over(costed_runs, args.rows or 0)
     found = calibration(before, used)
-    # Predictions of left-out runs got worse: the profile stays.
-    if found.worse:
-        raise UsageError(_worse(found, before))
     like, ranges = (
         # The range that the runs had before, as one more observation.
         found.like,
@@ -112,24 +109,26 @@ def run(argv: Sequence[str]) -> int:
     figures = {
         "runs": rows,
         "profile": {name: getattr(after, name) for name in NUMBERS},
+        "declined": found.declined,
         "range": [math.exp(-after.own_below), math.exp(after.own_above)]
         if after.own_runs
         else None,
     }
-    return result(args, figures, _text(rows, before, after, args.out))
+    text = _text(rows, before, after, args.out)
+    if found.declined:
+        text = f"{_declined(found)}\n{text}"
+    return result(args, figures, text)
 
 
-def _worse(found: Calibration, before: SoftwareProfile) -> str:
-    """Explain why a calibration is refused."""
-    errors = [
+def _declined(found: Calibration) -> str:
+    """Explain why a calibration leaves the numbers as they were."""
+    before, tried = (
         f"{fmean(math.expm1(abs(x)) for x in off):.1%}"
-        for off in (found.before, found.left_out)
-    ]
+        for off in (found.before, found.tried)
+    )
     return (
-        f"calibration makes the prediction of left-out runs worse: of {len(found.before)} runs, each"
-        f" predicted after a fit to the others, the mean error is {errors[1]}, and {errors[0]} without"
-        f" calibration."
-        f" Plan with --profile {before.name or 'as before'}, or name more runs, or runs that are more alike."
+        f"The numbers stay: of {len(found.before)} runs, each predicted after a fit to the others,"
+        f" the mean error is {tried}, and {before} without a fit. Such a fit would not help other runs."
     )
 
 
