@@ -180,6 +180,33 @@ def test_with_rows_the_other_runs_tell_how_far_off_it_is(
     assert "2 runs for 3 numbers" in told
 
 
+def test_a_calibration_that_would_not_help_leaves_the_numbers_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, out = local_profile(), tmp_path / "profile.toml"
+    # Each run is off in its own direction: nothing in common to learn.
+    runs = [
+        run_of(
+            tmp_path / str(n), text, [9.0, *[off * seconds(text, start)] * 2]
+        )
+        for n, (text, off) in enumerate(
+            zip(LAYOUTS[:4], (1.2, 0.8, 1.2, 0.8), strict=True)
+        )
+    ]
+    words = ["plan", "calibrate", *runs, "--machine", machine_of(tmp_path)]
+    assert main([*words, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith(
+        "The numbers stay: of 4 runs, each predicted after a fit to the others"
+    )
+    found = profile(str(out))
+    assert all(
+        getattr(found, name) == getattr(start, name) for name in NUMBERS
+    )
+    # Its range is that of these runs all the same.
+    assert found.own_runs == 4
+    assert found.own_above > 0.2
+
+
 def test_what_is_no_run_or_no_machine_is_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

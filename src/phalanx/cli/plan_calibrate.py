@@ -10,9 +10,9 @@ A run needs at least two step lines in its metrics.jsonl; the first covers the w
 and is ignored. Tables are those of `phalanx plan score`; their rows name their devices,
 and one framework is fitted. The fit first scales all compute by one factor; fitting
 further numbers takes runs that differ in tp, pp and ZeRO stage. The file also contains
-the range of a step that the runs show, each predicted without itself. A calibration
-that makes these predictions worse is refused. Exit code 0: done; 2: wrong usage, or
-unsuitable runs.
+the range of a step that the runs show, each predicted without itself. The numbers stay
+if a fit would improve these predictions by less than a tenth. Exit code 0: done; 2:
+wrong usage, or unsuitable runs.
 """
 
 from __future__ import annotations
