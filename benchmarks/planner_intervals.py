@@ -3,7 +3,7 @@ held-out runs.
 
     python benchmarks/planner_intervals.py               # fits, leaves each family out, prints
     python benchmarks/planner_intervals.py --write       # and writes src/phalanx/plan/intervals.toml
-    python benchmarks/planner_intervals.py TABLE.csv...  # predicts tables anew: published/intervals.csv
+    python benchmarks/planner_intervals.py TABLE.csv...  # predicts families anew: published/intervals.csv
 
 A row of `intervals.csv` has the measured and predicted time of a run, and how strongly
 each cause of uncertainty applies to it. Families used in the fit of the planner's
@@ -363,6 +363,19 @@ def coverage_text(found: Sequence[Coverage]) -> str:
 _SHARES = ("old", "fitted", "held")
 
 
+def family_text(runs: Sequence[Run]) -> str:
+    """Return a table of families with named software, each left out of the fit."""
+    rows = []
+    for family in sorted({run.family for run in runs}):
+        without = fitted([run for run in runs if run.family != family])
+        own = [run for run in runs if run.family == family and not run.unknown]
+        inside, low, high = covered(own, without)
+        ends = f"{low:.2f} to {high:.2f}"
+        rows.append((family, len(own), f"{100 * inside:.0f}", ends))
+    head = ("family", "runs", "left out", "range, left out")
+    return f"Families\n\n{text_table(head, rows, left='lrrr')}"
+
+
 def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser("planner_intervals.py")
     parser.add_argument("tables", nargs="*", metavar="TABLE.csv")
@@ -371,13 +384,18 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     if args.tables:
-        write_runs(list(collected(args.tables)))
+        anew = list(collected(args.tables))
+        families = {run.family for run in anew}
+        # Families of other tables stay as they were.
+        kept = [run for run in read_runs() if run.family not in families]
+        write_runs(sorted([*kept, *anew], key=lambda run: run.family))
     runs = read_runs()
     found = coverage(runs)
     text = toml_text(fitted(runs), found)
     if args.write:
         WIDTHS.write_text(text, encoding="utf-8")
     print(coverage_text(found))
+    print(family_text(runs))
     print(text)
     return 0
 

@@ -176,6 +176,29 @@ def test_the_longest_path_is_as_long_as_the_simulated_step() -> None:
         assert run.longest(profile)(other) <= run.step(other) * (1 + 1e-9)
 
 
+ROUTED = replace(SHAPE, experts=4, top_k=2, expert_ffn=2048)
+
+
+@pytest.mark.parametrize(
+    "text", ["dp2 ep4 zero1 accum:4 bf16", "pp2 dp1 ep4 1f1b:8 bf16"]
+)
+def test_a_path_through_experts_is_priced_without_a_simulation(
+    text: str,
+) -> None:
+    begin, other = SoftwareProfile(), SoftwareProfile(speed=0.4, traffic=2.0)
+    run = Measured(text, case_of(ROUTED, Layout.parse(text)))
+    hardware = hardware_of(cluster("h100x8"))
+    (costed_run,) = costed([run], hardware, cached_costs, begin)
+    assert costed_run.run.case.layout.experts_apart
+    path = costed_run.longest(begin)
+    assert path(begin) == pytest.approx(costed_run.step(begin))
+    # Nearly all of a step computes, so the path stays nearly the longest one.
+    assert path(other) <= costed_run.step(other) * (1 + 1e-9)
+    assert path(other) == pytest.approx(costed_run.step(other), rel=0.05)
+    # A path is a sum over operations, and no bound method that simulates.
+    assert path != costed_run.step
+
+
 def test_without_a_measured_run_nothing_is_refitted() -> None:
     begin = SoftwareProfile(speed=0.9)
     runs = [

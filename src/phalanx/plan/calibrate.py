@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..layout import ByKind, Layout, Shape, piece_layout
 from ..layout.codec import decode
 from ..layout.journal import read_journal
-from ..program import ops
+from ..program import Op, ops
 from .case import Case
 from .corrections import costed_as
 from .device import MachineError, MachineFileError
@@ -108,9 +108,12 @@ class CostedRun:
     def longest(self, numbers: SoftwareProfile) -> LongestPath:
         """The longest path of its program, as a function of the profile."""
         # If ranks share cores, no path is independent of the others.
-        if self.hardware.cores or self.run.case.layout.experts_apart:
+        if self.hardware.cores:
             return self.step
         priced = self.priced(numbers)
+        # A block is several pieces of the program.
+        if self.run.case.layout.experts_apart:
+            return _PricedPath(self, _by_piece(longest(priced)))
         costs = priced.costs()
         # by kind of piece and of computation
         often: dict[tuple[int, str], float] = defaultdict(float)
@@ -140,6 +143,34 @@ class _ComputedPath:
             for (which, kind), count in self.often.items()
         )
         return self.rest + math.fsum(computed)
+
+
+@dataclass(frozen=True)
+class _PricedPath:
+    """Seconds of a path through a program, all of its operations priced anew."""
+
+    run: CostedRun
+    often: Mapping[tuple[int, Op], float]
+
+    def __call__(self, numbers: SoftwareProfile) -> float:
+        costs = self.run.priced(numbers).costs()
+        return math.fsum(
+            count * costs.of(op, rank)
+            for (rank, op), count in self.often.items()
+        )
+
+
+def _by_piece(
+    path: Mapping[tuple[int, Op], float],
+) -> dict[tuple[int, Op], float]:
+    """A path with its operations of one kind, piece and rank counted as one."""
+    # All microbatches of a piece take the same time.
+    first: dict[tuple[int, str, int], tuple[int, Op]] = {}
+    often: dict[tuple[int, Op], float] = defaultdict(float)
+    for (rank, op), count in path.items():
+        alike = first.setdefault((rank, op.kind, op.piece), (rank, op))
+        often[alike] += count
+    return dict(often)
 
 
 def costed(

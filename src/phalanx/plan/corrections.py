@@ -15,13 +15,8 @@ from ..layout import Layout, Shape
 from ..layout.choices import DTYPES
 from ..program import Load, MessageLoad, PieceCost
 from .case import Case
-from .profile import SoftwareProfile
+from .profile import STORED, SoftwareProfile
 
-# Bytes that attention keeps for each score: the softmax, its values after dropout, and
-# dropout's mask (Korthikanti et al. 2022, equation 1: 5 a s for each token and head).
-KEPT_SCORES = 5.0
-# Bytes of its backward for each score: the gradients of the softmax and of its input.
-SCORE_GRADIENTS = 4.0
 # Bytes moved per 16-bit gradient element added to a 32-bit one, as costs assume.
 ADDING = 10.0
 
@@ -132,7 +127,8 @@ def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
     Selective recomputation then recomputes attention, scores and all, and nothing else
     (Korthikanti et al. 2022, section 5).
     """
-    if software.profile.fused_attention:
+    stored = STORED.get(software.profile.attention)
+    if stored is None:
         return work
     cost = work.cost
     attention = cost.forward.attention
@@ -142,8 +138,8 @@ def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
         )
     # Scores of all heads on this rank: batch x heads x queries x keys.
     scores = sum(a.batch * a.heads * a.queries * a.keys for a in attention)
-    kept = cost.kept + KEPT_SCORES * scores
-    temporary = cost.temporary + SCORE_GRADIENTS * scores
+    kept = cost.kept + stored.kept * scores
+    temporary = cost.temporary + stored.gradients * scores
     return replace(work, cost=replace(cost, kept=kept, temporary=temporary))
 
 
@@ -239,12 +235,56 @@ def keeps_norm_copies(
     with the weight reads the result in 2 (transformers' `LlamaRMSNorm`). A kernel, as
     ours, keeps its input and one number for each token.
     """
-    profile, shape = software.profile, of.shape
-    plain = profile.plain_norms and not profile.fused
-    if not plain or shape.norm != "rms" or software.width >= 4:
+    if not _plain_norms(software, of):
         return work
     copies = (4.0 + 2.0) / software.width
-    return _keeps(work, software, of, 2 * copies * shape.hidden * of.copies)
+    values = 2 * copies * of.shape.hidden * of.copies
+    return _keeps(work, software, of, values)
+
+
+def _plain_norms(software: Software, of: Tokens) -> bool:
+    """True if a block's two RMS norms are operations one after the other."""
+    profile = software.profile
+    plain = profile.plain_norms and not profile.fused
+    return plain and of.shape.norm == "rms" and software.width < 4
+
+
+# Bytes for each value that an RMS norm of plain operations moves, beyond a kernel's.
+# Forward: to float32 (2 + 4), squares (4 + 4), their mean (4), times 1 / rms (4 + 4), to
+# bf16 (4 + 2), times the weight (2 + 2); a kernel reads and writes 2.
+_NORM_FORWARD = 36.0 - 4.0
+# Backward: times the weight (4) and the weight's gradient (8), to float32 (6), times
+# 1 / rms (8) and the gradient of that (16), the mean's (4), the squares' (8 + 8 + 12), the
+# sum of both gradients (12), to bf16 (6); a kernel moves 10.
+_NORM_BACKWARD = 92.0 - 10.0
+_NORM_STARTS = 7.0  # more kernels forward; twice as many backward
+
+
+def moves_norm_copies(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
+    """Move what two RMS norms of plain operations read and write."""
+    if not _plain_norms(software, of):
+        return work
+    values = 2.0 * of.shape.hidden * of.copies * of.tokens / of.cut.tp
+
+    def more(load: Load, moved: float, starts: float) -> Load:
+        return replace(
+            load,
+            moved=load.moved + moved * values,
+            launches=load.launches + 2 * starts,
+        )
+
+    cost = work.cost
+    changed = replace(
+        cost,
+        forward=more(cost.forward, _NORM_FORWARD, _NORM_STARTS),
+        recompute=more(cost.recompute, _NORM_FORWARD, _NORM_STARTS),
+        input_gradient=more(
+            cost.input_gradient, _NORM_BACKWARD, 2 * _NORM_STARTS
+        ),
+    )
+    return replace(work, cost=changed)
 
 
 def keeps_narrow_inputs(
@@ -448,6 +488,7 @@ BLOCK: Sequence[OfTokens] = (
     fuses_gated_mlp,
     keeps_rotated_values,
     keeps_norm_copies,
+    moves_norm_copies,
     keeps_narrow_inputs,
 )
 EXPERTS: Sequence[OfTokens] = (fuses_experts, leaves_experts_alone)

@@ -38,12 +38,8 @@ from .corrections import (
     of_tokens,
 )
 from .hardware import NARROW, SLOWED, Hardware
-from .profile import SCORES, SoftwareProfile
+from .profile import STORED, SoftwareProfile
 
-# Bytes per score that attention with stored scores moves beside its products. One
-# kernel scales, masks and applies softmax, another applies dropout; the backward does
-# both again.
-_SCORES_FORWARD, _SCORES_BACKWARD = 9.0, 11.0
 # share of elementwise traffic that remains if neighbouring operations are fused
 FUSED = 0.5
 _STARTS = (
@@ -261,7 +257,8 @@ def op_parts(
 def _attention(
     a: AttentionLoad, hardware: Hardware, dtype: str, kernel: str
 ) -> float:
-    if kernel != SCORES:
+    stored = STORED.get(kernel)
+    if stored is None:
         return hardware.rates.attention(a, dtype, kernel)
     # The forward has two products, Q K^T and P V; the backward has more.
     forward = a.products <= 2
@@ -274,9 +271,8 @@ def _attention(
         1 if forward else 2
     )
     scores = a.batch * a.heads * a.queries * a.keys
-    time += hardware.rates.move(
-        (_SCORES_FORWARD if forward else _SCORES_BACKWARD) * scores
-    )
+    moved = stored.forward if forward else stored.backward
+    time += hardware.rates.move(moved * scores)
     # Tensor cores read 16 bytes at a time, which are 8 numbers. Other head sizes do not
     # use them.
     if a.head_dim % 8:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from ..layout.choices import no_such
 from ..layout.codec import key, load
@@ -20,9 +21,30 @@ from ..layout.state_bytes import MASTER, StateBytes
 from ..program import StepOptions
 from .device import MachineError, MachineFileError, catalogue
 
-SCORES = "scores"  # attention as two products with a softmax between them
+
+class StoredScores(NamedTuple):
+    """Bytes for each score of attention that stores them between its two products."""
+
+    forward: float  # moved beside the products
+    backward: float
+    kept: float  # until the backward
+    gradients: float  # while the backward runs
+
+
+SCORES, EAGER = "scores", "eager"
+STORED = {
+    # One kernel scales, masks and applies softmax, another applies dropout. Kept are the
+    # softmax, its values after dropout and dropout's mask (Korthikanti et al. 2022,
+    # equation 1: 5 a s for each token and head).
+    SCORES: StoredScores(9.0, 11.0, 5.0, 4.0),
+    # Every operation by itself, with the softmax in float32: read 2 and write 4 to
+    # convert, 4 and 4 to mask, 4 and 4 for the softmax, 4 and 2 to convert back, 5 for
+    # dropout; the backward the same, with 12 for the softmax. The softmax is kept in 4
+    # bytes.
+    EAGER: StoredScores(33.0, 37.0, 7.0, 8.0),
+}
 # each generation of fused kernels is faster
-KERNELS = (SCORES, "flash-1", "flash-2", "flash-3")
+KERNELS = (*STORED, "flash-1", "flash-2", "flash-3")
 # How the loss handles the logits. It makes them by chunks, in the backward ("chunks",
 # ours). Or they exist as a whole, and their gradient overwrites them ("over") or has its
 # own buffer ("beside"). Or a float32 softmax replaces them, whose gradient overwrites
@@ -238,7 +260,7 @@ class SoftwareProfile:
     @property
     def fused_attention(self) -> bool:
         """True if attention keeps no scores in memory."""
-        return self.attention != SCORES
+        return self.attention not in STORED
 
 
 @cache
@@ -279,6 +301,9 @@ _NAMED_KERNELS = (
     ("flash-3", r"\bfa-?[34]\b|flash[-_ ]?att\w*[-_ ]?v?[34]\b|cudnn"),
     ("flash-2", r"\bfa-?2\b|flash[-_ ]?att[a-z]*[-_ ]?v?2\b"),
     ("flash-1", r"\bfa-?1\b|flash[-_ ]?att[a-z]*[-_ ]?v?1\b"),
+    # Behind a slash stands the attention kernel alone.
+    (SCORES, r"/ *fused(?: softmax)?$"),
+    (EAGER, r"/ *(?:torch|eager|naive)$"),
 )
 _NAMED_FUSED = r"liger|\brms(?:norm)?[-_ ]kernel|transformer[-_ ]?engine"
 
