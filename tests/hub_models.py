@@ -79,6 +79,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "beta_fast": 4.0,
         },
     }),
+    # Delta layers beside attention, gated attention and shared experts, rope on a
+    # part of each head.
+    "qwen3_next": ("qwen3_next", {
+        "head_dim": 12, "num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 20,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+        },
+    }),
     "gpt2": ("gpt2", {
         "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCAB,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.cost import forward_flops, step_flops
-from phalanx.layout import Layout, Shape, plain_pieces
+from phalanx.layout import Layout, Shape, cases, plain_pieces
 from phalanx.parallel import build_model
 from phalanx.parallel.local import model_stages
 from phalanx.program import StepOptions, build
@@ -49,6 +49,18 @@ def test_a_forward_counts_what_torch_counts_on_the_model(name: str) -> None:
     # Its plain attention multiplies all pairs, so the full count is the one to compare.
     found = sum(op.full for op in forward_flops(shape, batch, sequence))
     assert found == counter.get_total_flops()
+
+
+def test_a_delta_layer_counts_as_by_hand_whatever_its_chunks() -> None:
+    """Eight heads with states of 3 x 5: corrected, written and read for each token."""
+    for chunk in (1, 64):
+        shape = replace(cases.SHAPES["delta"], delta_chunk=chunk)
+        rules = [
+            op for op in forward_flops(shape, 2, 20) if op.name == "delta rule"
+        ]
+        assert [op.piece for op in rules] == [1, 2, 4]
+        assert {op.full for op in rules} == {2 * (2 * 20) * 8 * 3 * (3 * 5)}
+        assert all(op.causal == op.full and op.trained for op in rules)
 
 
 def test_a_block_of_the_8b_counts_as_by_hand() -> None:

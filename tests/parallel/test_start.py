@@ -27,10 +27,14 @@ STRANGER = f"{Path(__file__).parents[2] / 'examples' / 'stranger.py'}:Stranger"
 WIDE = Precision(torch.float64, torch.float64, torch.float64)
 
 
-def normal(name: str, seed: int, size: torch.Size, spread: float) -> Tensor:
+def seeded(name: str, seed: int) -> torch.Generator:
     """The generator is seeded by 63 bits of the SHA-256 of "seed:name"."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).hexdigest()
-    generator = torch.Generator().manual_seed(int(digest[:16], 16) // 2)
+    return torch.Generator().manual_seed(int(digest[:16], 16) // 2)
+
+
+def normal(name: str, seed: int, size: torch.Size, spread: float) -> Tensor:
+    generator = seeded(name, seed)
     return torch.zeros(size, dtype=torch.float32).normal_(
         0.0, spread, generator=generator
     )
@@ -45,9 +49,22 @@ def drawn(name: str, seed: int, size: torch.Size, shape: Shape) -> Tensor:
     last = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
     if name.endswith("bias"):
         return torch.zeros(size)
+    # Delta layers: rates of decay from 0.01 to 16, and convolutions as torch's.
+    if last in ("head_norm", "step"):
+        return torch.ones(size)
+    if last == "decay":
+        rates = torch.zeros(size).uniform_(
+            0.01, 16.0, generator=seeded(name, seed)
+        )
+        return rates.log()
+    if last.startswith("taps_"):
+        most = 1 / size[-1] ** 0.5
+        return torch.zeros(size).uniform_(
+            -most, most, generator=seeded(name, seed)
+        )
     if last == "norm" or last.endswith("_norm"):
         return torch.zeros(size) if shape.norm == "rms1" else torch.ones(size)
-    into_residual = last in ("wo", "down")
+    into_residual = last in ("wo", "out", "down")
     return normal(
         name,
         seed,

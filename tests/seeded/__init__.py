@@ -3,6 +3,7 @@ findings of `verify`."""
 
 from . import (
     ahead,
+    delta,
     eight_bits,
     engine,
     late,
@@ -34,6 +35,7 @@ LISTED = (
     matrices,
     soap,
     ahead,
+    delta,
     eight_bits,
     steps,
     late,

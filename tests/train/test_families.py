@@ -221,6 +221,33 @@ def test_weights_in_mxfp4_are_what_transformers_makes_of_them(
         HubReader(folder)
 
 
+def test_tensors_that_predict_further_tokens_are_not_read(
+    tmp_path: Path,
+) -> None:
+    """Qwen3-Next's folders have some whose names begin with mtp."""
+    model = theirs("qwen3_next")
+    table = {name: x.detach() for name, x in model.state_dict().items()}
+    folder = tmp_path / "hub"
+    model.config.save_pretrained(folder)
+    for name in [n for n in table if n.endswith("experts.gate_up_proj")]:
+        place = name.removesuffix(".gate_up_proj")
+        both = table.pop(name).chunk(2, 1)
+        down = table.pop(f"{place}.down_proj")
+        for expert, weights in enumerate(zip(*both, down, strict=True)):
+            for kind, x in zip(("gate", "up", "down"), weights, strict=True):
+                table[f"{place}.{expert}.{kind}_proj.weight"] = x.clone()
+    table["mtp.fc.weight"] = torch.zeros(3, 5)
+    save_file(table, folder / "model.safetensors")
+    tokens, _ = batch()
+    with torch.no_grad():
+        found, wanted = logits(ours(folder), tokens), model(tokens).logits
+    assert (found - wanted).abs().max() < 2e-6 * wanted.abs().max()
+    table["other.fc.weight"] = torch.zeros(3, 5)
+    save_file(table, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"other.fc.weight"):
+        HubReader(folder)
+
+
 # ---- training
 
 

@@ -47,7 +47,7 @@ COUNTS = {name: 4 if name == "gqa" else 2 for name in SHAPES} | dict.fromkeys(
 )
 COUNTS["ahead"] = 6
 DEFAULT = {"qwen": {0}, "odd": {1}, "gemma": {2}, "olmo": {3}, "experts": {0}}
-DEFAULT |= {"latent": set[int](), "sinks": set[int]()}
+DEFAULT |= {"latent": set[int](), "sinks": set[int](), "delta": set[int]()}
 DEFAULT["ahead"] = {0}
 CHOSEN = [
     pytest.param(
@@ -211,6 +211,22 @@ def test_latents_and_groups_of_experts_agree_over_ranks() -> None:
         f"{texts}; ep3 recompute:selective; pp2 ep2 zero2 1f1b:2"
     )
     assert failures(verify(SHAPES["latent"], layouts, steps=2)) == []
+
+
+def test_delta_layers_with_documents_agree_over_ranks() -> None:
+    """The state passes through runs of one to three tokens, in chunks of four."""
+    texts = "tp4 seq zero1; cp2 tp2 accum:2; cp4:2x2; pp2 ep2 zero3 recompute:selective zb-h1:2"
+    layouts = Layout.parse_many(f"{texts}; cp3; cp4:ulysses recompute:all")
+    found = verify(SHAPES["delta"], layouts, steps=1, packed=True)
+    assert failures(found) == []
+
+
+@pytest.mark.slow
+def test_delta_layers_with_an_odd_number_of_ulysses_ranks_agree() -> None:
+    """Three ranks of Ulysses divide the two chunks of each of two ranks of a ring."""
+    shape = replace(SHAPES["delta"], heads=6, kv_heads=3, sequence=25)
+    layouts = Layout.parse_many("cp6:2x3; cp3:ulysses")
+    assert failures(verify(shape, layouts, steps=1, packed=True)) == []
 
 
 def test_sinks_biases_of_experts_and_losses_of_early_stages_agree_over_ranks() -> (

@@ -373,6 +373,9 @@ def test_flops_of_a_journal_are_those_that_torch_counts(
 ) -> None:
     shape = replace(SHAPES[name], **change)
     counted = counted_flops(shape, 3, shape.sequence)
+    if shape.delta_heads:  # the plain form computes token by token
+        assert counted is None
+        return
     if counted is None:
         assert shape.tied
         assert shape.lora_r

@@ -110,13 +110,14 @@ def measure_block(
         for product in products
         if not product.weight.adapts
     )
-    # Multiply-adds per token, causal.
-    attention = sequence * shape.pair_work // 2
+    # Multiply-adds per token, causal; the pairs that a mask leaves out are as many.
+    attention = shape.mixing_work(1, sequence)
+    masked = 0 if shape.delta(1) else attention
     # Three times 2 FLOPs for each multiply-add: forward, and twice in the
     # backward.
     tokens = 3 * 2.0 * batch * sequence
     name = f"a block of {shape.name}, {batch} x {sequence} tokens"
-    full = tokens * (matmuls + 2 * attention)
+    full = tokens * (matmuls + attention + masked)
     return Iteration(name, dtype, tokens * (matmuls + attention), full, *timed)
 
 

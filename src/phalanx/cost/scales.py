@@ -45,6 +45,12 @@ def _bmm(a: Tensor, b: Tensor) -> Product:
     )
 
 
+def _solve(a: Tensor, b: Tensor) -> Product:
+    # (..., m, m) and (..., m, n): a triangle has half of the multiply-adds of a square.
+    rows, columns = map(float, b.shape[-2:])
+    return Product(rows, rows / 2, columns, float(b.shape[:-2].numel()))
+
+
 # Functions of the two factors, and the position of the first among the arguments.
 _PRODUCTS: dict[Any, tuple[Callable[[Tensor, Tensor], Product], int]] = {
     _aten.mm: (_mm, 0),
@@ -54,6 +60,7 @@ _PRODUCTS: dict[Any, tuple[Callable[[Tensor, Tensor], Product], int]] = {
     _aten.bmm: (_bmm, 0),
     _aten.baddbmm: (_bmm, 1),
     _aten.baddbmm_: (_bmm, 1),
+    _aten.linalg_solve_triangular: (_solve, 0),
 }
 # On meta, attention has this operation's shapes for every target. Position of q,
 # position of the causal flag, and number of products.

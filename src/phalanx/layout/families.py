@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .codec import decode, key
+from .delta import ATTENTION, DELTA
 from .files import parse_json, read_text
 from .hub import config_folder
 from .mesh import LayoutError
@@ -58,6 +59,11 @@ class Family:
     # The last two dims of blocks' weights with this many dims are (in, out).
     transposed: int = 0
     alternating: bool = False  # the rows of two packed weights alternate
+    # Packed tensors whose weights alternate by heads, with the key of their number.
+    grouped: Mapping[str, str] = field(default_factory=dict)
+    mixers: bool = False  # some blocks may have a delta layer
+    # The beginning of tensors that predict further tokens: they are not read.
+    unread: str = ""
     # Blocks after the last one predict further tokens: they are written and not read.
     further: bool = False
     # Their keys about experts and latent attention, and ours.
@@ -89,6 +95,7 @@ _TRAITS = (
     "kind norm norms positions gated activation bias qk_norm qk_norm_wide sinks softcap logit_softcap"
     " query_scalar rope_local_theta expert_ffn shared_experts dense_layers scores normalized"
     " routed_scale balance kv_latent q_latent rope_dim rope_pairs expert_groups top_groups"
+    " mixers output_gate shared_gate"
 )
 _SIZES: Mapping[str, str] = _DATA["sizes"]
 _ROPE: Mapping[str, Mapping[str, str]] = _DATA["rope"]
@@ -114,6 +121,9 @@ class HubTensor:
     alternating: bool = (
         False  # dim 1 interleaves the rows of the packed weights
     )
+    # A key of the shape: rows come in so many groups, each with a run of every packed
+    # weight's rows. "": one weight lies behind the other.
+    groups: str = ""
 
     def names(self, experts: int) -> list[str]:
         """The names of the tensors: one, or one for each expert."""
@@ -194,7 +204,11 @@ def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
         transposed = bool(layer) and dims == family.transposed
         alternating = family.alternating and len(packed) > 1
         found[name] = HubTensor(
-            f"{theirs}{tensor}{last}", packed, transposed, alternating
+            f"{theirs}{tensor}{last}",
+            packed,
+            transposed,
+            alternating,
+            family.grouped.get(tensor, ""),
         )
     return found
 
@@ -250,6 +264,14 @@ class _Config:
     decoder_sparse_step: int | None = None
     attention_bias: bool | None = False
     quantization_config: Mapping[str, Any] | None = None
+    partial_rotary_factor: float | None = key(None, above=0, maximum=1)
+    full_attention_interval: int = key(4, minimum=1)
+    linear_num_value_heads: int = key(0)
+    linear_num_key_heads: int = key(0)
+    linear_key_head_dim: int = key(0)
+    linear_value_head_dim: int = key(0)
+    linear_conv_kernel_dim: int = key(4, minimum=2)
+    shared_expert_intermediate_size: int = key(0)
 
 
 # Features that our decoder lacks: keys, the values it supports, and the meaning of any
@@ -282,8 +304,9 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (None, "noaux_tc"),
         "its experts are not chosen with a bias",
     ),
-    ("partial_rotary_factor", (None, 1), "rope turns a part of each head"),
 )
+# The part of each head that Qwen3-Next's rope turns if its configuration has no key.
+_TURNED = 0.25
 
 
 def hub_config(folder: str) -> tuple[Mapping[str, Any], str]:
@@ -369,11 +392,13 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         and kind not in _ROPE,
         "rope of its windows is stretched": local.get("rope_type", "default")
         != "default",
-        "rope turns a part of each head": rope.get("partial_rotary_factor")
-        not in (None, 1),
+        "rope turns a part of each head": not family.mixers
+        and _turned_part(config, rope) not in (None, 1),
         "rope_theta is no number": type(theta) not in (int, float),
     }
-    windows = tuple(_windows(config, family, reasons))
+    mixers = _mixers(config, family)
+    # The blocks that are not attention have no window.
+    windows = () if mixers else tuple(_windows(config, family, reasons))
     stretch = _stretch(config, rope, kind, reasons)
     # A key that is absent has the first of the supported values.
     wrong = [
@@ -407,6 +432,8 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     if name == "gemma3_text":
         theta = local.get("rope_theta") or config.rope_local_base_freq
         given["rope_local_theta"] = float(theta or 0)
+    if family.mixers:
+        given |= {"mixers": mixers} | _beside_mixers(config, rope, where)
     if config.kv_lora_rank:
         # A head has features without positions and features that rope turns.
         given["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -506,6 +533,50 @@ def _windows(
     yield from (
         int(config.sliding_window or 0) * x for x in windowed[: next(fits, 0)]
     )
+
+
+def _turned_part(config: _Config, rope: Mapping[str, Any]) -> Any:
+    return rope.get("partial_rotary_factor", config.partial_rotary_factor)
+
+
+def _mixers(config: _Config, family: Family) -> tuple[str, ...]:
+    """The mixer of each block, over the shortest repeating pattern."""
+    if not family.mixers:
+        return ()
+    count, types = config.num_hidden_layers, config.layer_types
+    words = {"linear_attention": DELTA, "full_attention": ATTENTION}
+    if types is None:
+        each = config.full_attention_interval
+        mixers = [
+            DELTA if number % each else ATTENTION
+            for number in range(1, 1 + count)
+        ]
+    else:
+        mixers = [words.get(name, name) for name in types]
+    for period in range(1, count):
+        if all(x == mixers[n % period] for n, x in enumerate(mixers)):
+            return tuple(mixers[:period])
+    return tuple(mixers)
+
+
+def _beside_mixers(
+    config: _Config, rope: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """Qwen3-Next's other features: rope on a part of each head, and shared experts."""
+    head = config.head_dim or 0
+    part = _turned_part(config, rope)
+    turned = int(head * (_TURNED if part is None else part))
+    shared = config.shared_expert_intermediate_size
+    width = config.moe_intermediate_size or 1
+    if shared % width or not shared:
+        raise LayoutError(
+            f"{where}: shared_expert_intermediate_size is {shared}, which is no multiple of"
+            f" moe_intermediate_size, {width}: this model cannot do that."
+        )
+    return {
+        "rope_dim": 0 if turned == head else turned,
+        "shared_experts": shared // width,
+    }
 
 
 def _stretch(
@@ -619,6 +690,10 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
     # Its divisor of scores can only come from yarn's scale.
     if name == "deepseek_v3" and shape.query_scalar and shape.rope_factor == 1:
         yield f"query_scalar would be head_dim, {shape.head_dim}, not {shape.query_scalar:g}"
+    if family.mixers and not shape.shared_experts:
+        yield "shared_experts would be there"
+    if family.mixers and shape.windows:
+        yield "windows would be in no blocks"
     if name in ("mixtral", "gpt_oss") and shape.expert_ffn not in (
         0,
         shape.ffn,
@@ -703,6 +778,9 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
                 (scale - 1) / (0.1 * math.log(shape.rope_factor)), 12
             )
             config["rope_scaling"]["mscale_all_dim"] = rope["mscale_all_dim"]
+    if data.mixers:
+        config |= _mixers_in(shape)
+        rope["partial_rotary_factor"] = shape.turned / shape.head_dim
     # Dynamic scaling measures the sequence against this length.
     if shape.rope_scaling == "dynamic" and shape.rope_factor != 1:
         config["max_position_embeddings"] = shape.rope_original
@@ -748,3 +826,17 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
         }
         config["rope_local_base_freq"] = local["rope_theta"]
     return config
+
+
+def _mixers_in(shape: Shape) -> dict[str, Any]:
+    """Qwen3-Next's keys for the mixers of blocks and for shared experts."""
+    blocks = range(1, 1 + shape.layers)
+    return {
+        "layer_types": [
+            "linear_attention" if shape.delta(piece) else "full_attention"
+            for piece in blocks
+        ],
+        "shared_expert_intermediate_size": shape.shared_experts
+        * shape.expert_ffn,
+        "partial_rotary_factor": shape.turned / shape.head_dim,
+    }

@@ -70,11 +70,15 @@ class BlockKind(NamedTuple):
     frozen: bool
     sparse: bool  # with experts
     window: int  # tokens that a token attends to; 0: all
+    mixer: str  # attention, or the layer in its place
 
 
 def block_kind(shape: Shape, piece: int) -> BlockKind:
     return BlockKind(
-        piece in shape.frozen, shape.sparse(piece), shape.window(piece)
+        piece in shape.frozen,
+        shape.sparse(piece),
+        shape.window(piece),
+        shape.mixer(piece),
     )
 
 
@@ -123,6 +127,7 @@ def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
         shape,
         layers=len(kinds),
         windows=tuple(kind.window for kind in kinds) if shape.windows else (),
+        mixers=tuple(kind.mixer for kind in kinds) if shape.mixers else (),
         dense_layers=sum(not kind.sparse for kind in kinds)
         if shape.experts
         else 0,

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
+from .delta import DELTA
 from .exact import (
     EXPERTS_IN_PARTS,
     no_subtree,
@@ -41,7 +42,7 @@ def legal(
     layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0
 ) -> tuple[Violation, ...]:
     """Every rule that this layout breaks for this model. Empty if it can be trained."""
-    rules = (_tensor, _pipeline, _context, _batch, _sharding, _exact)
+    rules = (_tensor, _pipeline, _context, _mixers, _batch, _sharding, _exact)
     # A run may have its own batch and sequence; otherwise those of the shape.
     sizes = batch or shape.batch, sequence or shape.sequence
     return tuple(
@@ -213,6 +214,34 @@ def _context(
         yield Violation(
             "sequence", what, f"Use cp {max(1, sequence // 2)} or less."
         )
+
+
+def _mixers(
+    x: Layout, s: Shape, batch: int, sequence: int
+) -> Iterator[Violation]:
+    """Rules of layers in the place of attention."""
+    if x.exact and s.output_gate:
+        what = "exact has no order of the sums behind output_gate."
+        yield Violation("exact", what, "Leave exact out.")
+    if DELTA not in s.mixers:
+        return
+    if s.delta_key_heads % x.tp:
+        what = f"tp={x.tp} does not divide delta_key_heads={s.delta_key_heads}"
+        fits = _divisors(math.gcd(s.delta_key_heads, s.heads))
+        yield Violation(
+            "heads",
+            f"{what} in layers.*.attn.in_q.weight.",
+            f"Use tp {fits}.",
+        )
+    if x.matmul:
+        what = f"{x.matmul} has no matmuls of delta layers in 8 bits."
+        yield Violation("matmul", what, "Leave it out.")
+    if x.compile:
+        what = "compile has not been compared in blocks with delta layers."
+        yield Violation("compile", what, "Leave compile out.")
+    if x.exact:
+        what = "exact has no order of the sums in delta layers."
+        yield Violation("exact", what, "Leave exact out.")
 
 
 # Fewer sequences than this cannot be divided: ranks would have none.

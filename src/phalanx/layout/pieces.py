@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from .delta import delta_weights
 from .kinds import BlockPart, block_kind, parts_of_pieces
 from .layout import Layout
 from .rules import AXIS_OF, FEATURES, LATENT, LORA, PARTIAL, Cut
@@ -418,9 +419,9 @@ def piece_work(row: PieceRow, shape: Shape) -> int:
         BlockPart.WHOLE,
         BlockPart.ROUTING,
     )
-    # Causal attention: half of all pairs of tokens.
-    pairs = shape.sequence * shape.pair_work // 2 if attends else 0
-    return shape.sequence * (token + pairs)
+    if attends:
+        token += shape.mixing_work(row.piece, shape.sequence)
+    return shape.sequence * token
 
 
 @lru_cache(maxsize=256)
@@ -554,11 +555,7 @@ def _part_of(name: str) -> BlockPart:
 
 def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
     """The weights of a shape's piece. A tied output weight is the embedding's."""
-    counts = (
-        {}
-        if shape.kind == "mlp"
-        else {"heads": shape.heads, "kv": shape.kv_heads}
-    )
+    counts = {} if shape.kind == "mlp" else shape.unit_counts
     frozen = piece in shape.frozen
 
     def complete(weight: WeightRow) -> WeightRow:
@@ -665,9 +662,13 @@ def _block(shape: Shape, piece: int) -> Iterator[WeightRow]:
     )
     for name in norms:
         yield from _norm(shape, name, "embed", shape.hidden)
-    yield from (
-        _latent_attention(shape) if shape.kv_latent else _attention(shape)
-    )
+    if shape.delta(piece):
+        for name, dims, lengths in delta_weights(shape):
+            yield _weight(name, dims, *lengths)
+    elif shape.kv_latent:
+        yield from _latent_attention(shape)
+    else:
+        yield from _attention(shape)
     if shape.sparse(piece):
         yield from _experts(shape)
     else:
@@ -708,6 +709,8 @@ def _attention(shape: Shape) -> Iterator[WeightRow]:
     elif shape.qk_norm:
         yield _weight("attn.q_norm.weight", "head", head)
         yield _weight("attn.k_norm.weight", "head", head)
+    if shape.output_gate:
+        yield _weight("attn.wg.weight", "heads embed", wide, hidden)
     yield from _output(shape)
 
 
@@ -766,22 +769,35 @@ def _experts(shape: Shape) -> Iterator[WeightRow]:
         yield _weight("mlp.routed.down_bias", "experts partial", count, hidden)
     if shape.shared_experts:
         yield from _mlp(shape, "mlp.shared", shape.shared_experts * width)
+    if shape.shared_gate:
+        yield _weight("mlp.shared_gate.weight", "- embed", 1, hidden)
 
 
 # Linear layers of a block that may carry adapters. Those of an MLP only if no block has
 # experts.
-_ADAPTED = ("wq", "wk", "wv", "wo", "wq_b", "wkv_b")
+_ADAPTED = ("wq", "wk", "wv", "wg", "wo", "wq_b", "wkv_b")
+_ADAPTED_DELTA = ("in_q", "in_k", "in_v", "in_z", "out")
 _ADAPTED_MLP = ("gate", "up", "down")
 
 
 def block_linears(shape: Shape) -> dict[str, WeightRow]:
-    """Weights of a block's linears that may carry adapters, by layer name."""
+    """Weights of blocks' linears that may carry adapters, by layer name."""
     if shape.kind == "mlp":
         return {}
-    names = (*_ADAPTED, *(() if shape.experts else _ADAPTED_MLP))
+    names = (
+        *_ADAPTED,
+        *_ADAPTED_DELTA,
+        *(() if shape.experts else _ADAPTED_MLP),
+    )
     # Vectors carry no adapters.
-    weights = (weight for weight in _block(shape, 1) if len(weight.dims) == 2)
-    named = {linear_name(weight): weight for weight in weights}
+    # Blocks with other layers in the place of attention have other linears.
+    period = max(1, min(len(shape.mixers), shape.layers))
+    named = {
+        linear_name(weight): weight
+        for piece in range(1, 1 + period)
+        for weight in _block(shape, piece)
+        if len(weight.dims) == 2
+    }
     return {name: weight for name, weight in named.items() if name in names}
 
 

@@ -60,6 +60,13 @@ def small_shape(shape: Shape) -> Shape:
         "lora_r": min(shape.lora_r, 4),
         "source": "",
     }
+    if shape.rope_dim:
+        sizes |= {"rope_dim": _HEAD // 2}
+    if shape.delta_heads:
+        each = min(2, shape.delta_heads // shape.delta_key_heads)
+        sizes |= {"delta_key_heads": 2, "delta_heads": 2 * each}
+        sizes |= {"delta_key_dim": _HEAD, "delta_value_dim": _HEAD - 2}
+        sizes |= {"delta_chunk": 8, "mixers": shape.mixers[:layers]}
     if shape.kv_latent:
         # Latent attention has as many keys as queries.
         sizes |= {"kv_heads": heads, "kv_latent": 12, "rope_dim": _HEAD // 2}
@@ -84,7 +91,12 @@ def _layers(shape: Shape) -> int:
     """The number of layers with each kind of block, at least three if possible."""
     return min(
         shape.layers,
-        max(3, len(shape.windows), 2 if shape.dense_layers else 0),
+        max(
+            3,
+            len(shape.windows),
+            len(shape.mixers),
+            2 if shape.dense_layers else 0,
+        ),
     )
 
 

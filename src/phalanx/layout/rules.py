@@ -18,7 +18,7 @@ from .mesh import LayoutError
 # One map from names to axes. A name that is not in it is whole on every rank ("-" is
 # such a name).
 AXIS_OF: dict[str, str] = dict.fromkeys(
-    ("vocab", "heads", "kv", "ffn"), "tp"
+    ("vocab", "heads", "kv", "groups", "ffn"), "tp"
 ) | {"experts": "ep"}
 # The rank dim of a low-rank adapter beside a sharded weight: whole, but ranks did
 # different work with it.
@@ -32,7 +32,7 @@ PARTIAL = "partial"
 # The features of a token. A weight between two of these is a matrix, which an optimizer
 # of whole matrices updates as one. Lookups, the output projection, a router and dims named "-"
 # are no matrices.
-FEATURES = ("embed", "heads", "kv", "ffn", LATENT, "features")
+FEATURES = ("embed", "heads", "kv", "groups", "ffn", LATENT, "features")
 DIMS = (
     "head",
     "position",

@@ -24,6 +24,14 @@ from .codec import (
     out_of_bounds,
     parse,
 )
+from .delta import (
+    ATTENTION,
+    DELTA,
+    DeltaKeys,
+    delta_mistakes,
+    fill_delta,
+    token_work,
+)
 from .hash_once import hash_once, state_without_hash
 from .mesh import LayoutError
 from .pieces import PieceRow, block_linears, shape_rows
@@ -50,7 +58,7 @@ class ShapeError(FileError, LayoutError):
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(DeltaKeys):
     """The sizes of a decoder, or of the MLP (name, layers, hidden and batch)."""
 
     # The upper limits are ten times those of any trained model, and still quick to
@@ -139,6 +147,9 @@ class Shape:
     sinks: bool = key(
         False, "a learned score for each head besides those of its tokens"
     )
+    output_gate: bool = key(
+        False, "attention's output is multiplied by a sigmoid of its input"
+    )
     embed_scale: float = key(1.0, "factor of the token embeddings", above=0)
     gated: bool = key(True, "a gated MLP, such as SwiGLU")
     activation: str = key(
@@ -160,6 +171,9 @@ class Shape:
     expert_ffn: int = key(0, "width of an expert; 0: ffn", maximum=1 << 23)
     shared_experts: int = key(
         0, "experts that all tokens use, merged into one", maximum=1 << 10
+    )
+    shared_gate: bool = key(
+        False, "their output is multiplied by a sigmoid of the token"
     )
     expert_groups: int = key(
         1, "groups into which experts are divided", minimum=1, maximum=1 << 14
@@ -237,6 +251,7 @@ class Shape:
             )
         if self.experts and not self.expert_ffn:
             fill(self, "expert_ffn", self.ffn)
+        fill_delta(self)
         # Conflicts only among values that are valid alone.
         if mistakes := mistakes or list(self._conflicts()):
             raise ShapeError(f"shape {self.name!r}", mistakes)
@@ -264,6 +279,7 @@ class Shape:
             what = f"windows has {len(self.windows)} numbers for {self.layers} blocks"
             yield Mistake("windows", what, "Write at most one for each block")
         yield from self._untrainable()
+        yield from delta_mistakes(self)
         if self.heads % self.kv_heads:
             what = f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}"
             yield Mistake("kv_heads", what, "Write a divisor")
@@ -276,6 +292,7 @@ class Shape:
             )
         yield from self._unlike_latents()
         yield from self._unpredicted()
+        yield from self._unlike_gates()
         if not self.experts:
             return
         groups, chosen = self.expert_groups, self.top_groups
@@ -313,9 +330,11 @@ class Shape:
 
     def _unlike_latents(self) -> Iterator[Mistake]:
         if not self.kv_latent:
-            if self.q_latent or self.rope_dim or self.value_dim:
-                what = "q_latent, rope_dim or value_dim without kv_latent"
+            if self.q_latent or self.value_dim:
+                what = "q_latent or value_dim without kv_latent"
                 yield Mistake("kv_latent", what, "Write it, or none of them")
+            if self.rope_dim > self.head_dim:
+                yield self._turns_too_much()
             return
         # Each head expands its own key from the latent.
         if self.kv_heads != self.heads or self.bias != "none" or self.qk_norm:
@@ -324,12 +343,23 @@ class Shape:
                 "kv_latent", what, "Leave out kv_heads, bias and qk_norm"
             )
         if self.positions != "rope" or self.rope_dim > self.head_dim:
-            what = f"rope turns rope_dim = {self.rope_dim} of head_dim = {self.head_dim}"
-            yield Mistake(
-                "rope_dim",
-                what,
-                "Write at most head_dim, and positions = 'rope'",
-            )
+            yield self._turns_too_much()
+
+    def _turns_too_much(self) -> Mistake:
+        what = f"rope turns rope_dim = {self.rope_dim} of head_dim = {self.head_dim}"
+        return Mistake(
+            "rope_dim",
+            what,
+            "Write at most head_dim, and positions = 'rope'",
+        )
+
+    def _unlike_gates(self) -> Iterator[Mistake]:
+        if self.shared_gate and not self.shared_experts:
+            what = "shared_gate without shared_experts"
+            yield Mistake("shared_gate", what, "Write both, or none of them")
+        if self.output_gate and self.kv_latent:
+            what = "output_gate beside latent attention, which has none"
+            yield Mistake("output_gate", what, "Leave it out")
 
     def _unpredicted(self) -> Iterator[Mistake]:
         if self.mtp and (self.kind == "mlp" or self.positions != "rope"):
@@ -451,8 +481,21 @@ class Shape:
             and self.dense_layers < like
         )
 
+    def mixer(self, piece: int) -> str:
+        """A block's layer between tokens: attention or delta."""
+        # They repeat over the blocks, of which the first is piece 1.
+        mixers = self.mixers or (ATTENTION,)
+        like = min(piece, self.layers)
+        return mixers[(like - 1) % len(mixers)]
+
+    def delta(self, piece: int) -> bool:
+        """True for a block with a delta layer in the place of attention."""
+        return self.is_block(piece) and self.mixer(piece) == DELTA
+
     def window(self, piece: int) -> int:
         """The number of tokens that a block attends to; 0: all."""
+        if self.delta(piece):
+            return 0
         # Windows repeat over the blocks, of which the first is piece 1.
         like = min(piece, self.layers)
         return (
@@ -463,6 +506,14 @@ class Shape:
     def rows(self) -> tuple[PieceRow, ...]:
         """A row for each piece, with its weights. Blocks with experts are whole."""
         return shape_rows(self, apart=False)
+
+    @property
+    def unit_counts(self) -> dict[str, int]:
+        """The number of indivisible units of each dim that tp shards by whole units."""
+        counts = {"heads": self.heads, "kv": self.kv_heads}
+        if DELTA in self.mixers:
+            counts["groups"] = self.delta_key_heads
+        return counts
 
     @property
     def turned(self) -> int:
@@ -478,6 +529,13 @@ class Shape:
     def pair_work(self) -> int:
         """Multiply-adds per pair of tokens over heads: score and weighted value."""
         return self.heads * (self.head_dim + self.valued)
+
+    def mixing_work(self, piece: int, sequence: int) -> int:
+        """Multiply-adds of a block for one token, beside its linears."""
+        if self.delta(piece):
+            return token_work(self)
+        # Causal attention: half of all pairs of tokens.
+        return sequence * self.pair_work // 2
 
     @property
     def total(self) -> int:

@@ -253,6 +253,8 @@ def model_choices(shape: Shape) -> dict[str, tuple[str, ...]]:
         "qk_norm": ("qk_norm",) if shape.qk_norm else (),
         "latent": ("latent",) if shape.kv_latent else (),
         "grouped": ("grouped",) if grouped else (),
+        "mixers": ("delta",) if shape.delta_heads else (),
+        "output_gate": ("output_gate",) if shape.output_gate else (),
     }
 
 

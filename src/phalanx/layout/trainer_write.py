@@ -27,6 +27,8 @@ _MODEL = (
     "latent",
     "grouped",
 )
+# Groups that no trainer's options have, so files of those with model sizes lack them.
+_BEYOND = ("mixers", "output_gate")
 # Choices that need no option in a trainer that has none for the group.
 _PLAIN = {"compile": "no compile", "recompute": "none", "seq": "no seq"}
 
@@ -224,7 +226,7 @@ class _FileWriter:
         # Nothing to say: the choice is what a trainer without the option does.
         if known is None and (group in _MODEL or _PLAIN.get(group) == word):
             return
-        if group in _MODEL and not self.trainer.sized:
+        if group in (*_MODEL, *_BEYOND) and not self.trainer.sized:
             return
         rows = (known or {}).get(word)
         shown = (

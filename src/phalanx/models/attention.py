@@ -118,6 +118,12 @@ class HeadsAttention(nn.Module, ABC):
         self.sinks = (
             nn.Parameter(torch.zeros(sizes.heads)) if sizes.sinks else None
         )
+        # (heads * value_dim): Qwen3-Next's gate of each feature of each head
+        self.wg = (
+            nn.Linear(sizes.hidden, sizes.heads * value_dim, bias=False)
+            if sizes.output_gate
+            else None
+        )
         self.register_buffer(
             "heads", torch.arange(sizes.heads), persistent=False
         )
@@ -139,6 +145,9 @@ class HeadsAttention(nn.Module, ABC):
         sinks = () if self.sinks is None else (self.sinks,)
         q, k, v = self.projected(x, positions, angles)
         y: Tensor = self.core(q, k, v, positions, documents, *sinks)
+        if self.wg is not None:
+            gate = self.wg(x).sigmoid()
+            y = y * gate.view(y.shape)
         return self.merged(y, noise)
 
     def merged(self, y: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -159,7 +168,10 @@ class HeadsAttention(nn.Module, ABC):
     def _turn(
         self, positions: Tensor, angles: Tensor | None, dtype: torch.dtype
     ) -> Callable[[Tensor], Tensor]:
-        """Rotate q or k (B, T, heads, turned_dim); learned positions return it."""
+        """Rotate the first `turned_dim` features of q or k (B, T, heads, head_dim).
+
+        Learned positions return them as they are.
+        """
         if self.rope is None:
             return lambda x: x
         if angles is None:
@@ -168,7 +180,16 @@ class HeadsAttention(nn.Module, ABC):
             # angles: (ropes, 2, B, T, 1, turned_dim), computed once for all blocks
             cos, sin = angles[self.rope_number].unbind()
         # cos, sin: (B, T, 1, turned_dim)
-        return lambda x: rotate(x, cos, sin, self.rope_pairs)
+
+        def turn(x: Tensor) -> Tensor:
+            sizes = [self.turned_dim, x.shape[-1] - self.turned_dim]
+            if not sizes[1]:
+                return rotate(x, cos, sin, self.rope_pairs)
+            first, rest = torch.split(x, sizes, -1)
+            turned = rotate(first, cos, sin, self.rope_pairs)
+            return torch.cat((turned, rest), -1)
+
+        return turn
 
     def reset_buffers(self) -> None:
         """Number the heads again, after `to_empty` has left the buffer undefined."""

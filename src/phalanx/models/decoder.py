@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import Attention, HeadsAttention, LatentAttention
-from .experts import ExpertMlps, Experts, Router, Sending, gated
+from . import delta
+from .attention import Attention, LatentAttention
+from .delta import GatedDelta
+from .experts import ExpertMlps, Experts, Router, Sending, SharedGate, gated
 from .loss import CrossEntropy, soft_cap
 from .mtp import SECOND_LOSS, ExtraLoss, Join
 from .noise import EMBEDDING, Dropout, block_noise
@@ -34,7 +36,7 @@ from .sizes import DecoderSizes
 
 # A name pattern and one dim name for each dim of the tensor; the first match counts.
 # `layout/rules.py` maps dim names to mesh axes, and "-" is never sharded.
-RULES = """\
+RULES = f"""\
 embed.tokens.weight : vocab embed
 embed.positions.weight : position embed
 layers.*.piece : -
@@ -42,7 +44,7 @@ layers.*.attn_norm.* : embed
 layers.*.attn_post_norm.* : embed
 layers.*.attn.heads : heads
 layers.*.attn.sinks : heads
-layers.*.attn.wq.weight : heads embed
+layers.*.attn.w[qg].weight : heads embed
 layers.*.attn.wq.bias : heads
 layers.*.attn.w[kv].weight : kv embed
 layers.*.attn.w*_a.weight : latent embed
@@ -54,6 +56,7 @@ layers.*.attn.q_wide_norm.weight : heads
 layers.*.attn.k_wide_norm.weight : kv
 layers.*.attn.wo.weight : embed heads
 layers.*.attn.wo.bias : embed
+{delta.RULES}\
 layers.*.mlp_norm.* : embed
 layers.*.mlp_post_norm.* : embed
 layers.*.mlp*.gate.weight : ffn embed
@@ -64,6 +67,7 @@ layers.*.mlp*.down.weight : embed ffn
 layers.*.mlp*.down.bias : embed
 layers.*.mlp.router.weight : - embed
 layers.*.mlp.router.*bias : -
+layers.*.mlp.shared_gate.weight : - embed
 layers.*.mlp.routed.gate : experts ffn embed
 layers.*.mlp.routed.up : experts ffn embed
 layers.*.mlp.routed.down : experts embed ffn
@@ -140,7 +144,7 @@ class Block(NumberedPart):
     def __init__(
         self,
         piece: int,
-        attn: HeadsAttention,
+        attn: nn.Module,
         mlp: nn.Module,
         sizes: DecoderSizes,
     ) -> None:
@@ -481,15 +485,20 @@ def _block(sizes: DecoderSizes, piece: int) -> Block:
     # Blocks of multi-token prediction are like the last one before them.
     like = min(piece, sizes.layers - 1)
     window = sizes.windows[like % len(sizes.windows)] if sizes.windows else 0
-    attn = (LatentAttention if sizes.kv_latent else Attention)(sizes, window)
+    mixer = sizes.mixers[like % len(sizes.mixers)] if sizes.mixers else ""
+    if mixer == "delta":
+        attn: nn.Module = GatedDelta(sizes)
+    else:
+        kind = LatentAttention if sizes.kv_latent else Attention
+        attn = kind(sizes, window)
     if not sizes.experts or like < sizes.dense_layers:
         return Block(piece, attn, Mlp(sizes, sizes.ffn), sizes)
     # Shared experts add up, so they are one MLP of their summed width.
     shared = sizes.shared_experts * sizes.expert_ffn
     beside = Mlp(sizes, shared) if shared else None
-    return ExpertBlock(
-        piece, attn, Experts(Router(sizes), ExpertMlps(sizes), beside), sizes
-    )
+    gate = SharedGate(sizes.hidden) if sizes.shared_gate else None
+    mlp = Experts(Router(sizes), ExpertMlps(sizes), beside, gate)
+    return ExpertBlock(piece, attn, mlp, sizes)
 
 
 def _head(sizes: DecoderSizes) -> Head:
@@ -579,6 +588,8 @@ class Decoder(nn.Module):
         Initialization goes by name, so each weight can be drawn alone, in any order, on
         any device.
         """
+        if delta.draw(name, weight, generator):
+            return
         if name.endswith("bias"):
             weight.zero_()
         elif name.endswith("norm.weight"):
@@ -587,7 +598,7 @@ class Decoder(nn.Module):
             # Each block adds twice to the residual stream. This keeps the stream's
             # variance constant in depth.
             into_residual = name.endswith(
-                ("wo.weight", "down.weight", "routed.down")
+                ("wo.weight", "attn.out.weight", "down.weight", "routed.down")
             )
             spread = (
                 0.02 / math.sqrt(2 * self._depth) if into_residual else 0.02
@@ -599,7 +610,8 @@ def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
     """Return the pieces, and a line `pattern : dim dim` for every weight and buffer.
 
     Dims: vocab, embed (the residual width), experts, heads and kv (number of heads
-    times head_dim), head (one head's features, shared by all heads), ffn, position.
+    times head_dim), groups (those of the key heads of delta layers), head (one head's
+    features, shared by all heads), ffn, position.
     Lines that match no name are left out.
     """
     blocks = tuple(

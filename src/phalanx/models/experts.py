@@ -571,14 +571,39 @@ class ExpertMlps(ExpertProducts):
         return made
 
 
+class SharedGate(nn.Module):
+    """One number for each token, by which the output of shared experts is multiplied."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight).sigmoid()  # (B, T, 1)
+
+
+def _of_shared(experts: Experts | Sending, x: Tensor) -> Tensor | None:
+    """The output of the experts that every token passes through, if there are any."""
+    if experts.shared is None:
+        return None
+    y: Tensor = experts.shared(x)
+    gate = experts.shared_gate
+    return y if gate is None else y * gate(x)
+
+
 class Experts(nn.Module):
     """Routed experts, and the `shared` experts that every token passes through."""
 
     def __init__(
-        self, router: Router, routed: ExpertMlps, shared: nn.Module | None
+        self,
+        router: Router,
+        routed: ExpertMlps,
+        shared: nn.Module | None,
+        shared_gate: SharedGate | None = None,
     ) -> None:
         super().__init__()
         self.router, self.routed, self.shared = router, routed, shared
+        self.shared_gate = shared_gate
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         return self.with_terms(x, valid)[0]
@@ -589,7 +614,8 @@ class Experts(nn.Module):
         """Return the experts' output and the terms of the router's losses."""
         gates, chosen, terms = self.router(x, valid)
         y: Tensor = self.routed(x, gates, chosen)
-        return y if self.shared is None else y + self.shared(x), terms
+        beside = _of_shared(self, x)
+        return y if beside is None else y + beside, terms
 
 
 class Sending(nn.Module):
@@ -598,6 +624,7 @@ class Sending(nn.Module):
     def __init__(self, experts: Experts) -> None:
         super().__init__()
         self.router, self.shared = experts.router, experts.shared
+        self.shared_gate = experts.shared_gate
         self.spread = experts.routed.spread
 
     @property
@@ -616,7 +643,8 @@ class Sending(nn.Module):
         """
         gates, chosen, terms = self.router(x, valid)
         tokens, gates, order, counts = self.spread(x, gates, chosen)
-        beside = {} if self.shared is None else {"shared": self.shared(x)}
+        of_shared = _of_shared(self, x)
+        beside = {} if of_shared is None else {"shared": of_shared}
         routes = {
             "sent": tokens,
             "counts": counts,

@@ -56,6 +56,7 @@ class DecoderSizes:
     # Scores are divided by its square root; 0: head_dim.
     query_scalar: float = 0.0
     sinks: bool = False
+    output_gate: bool = False
     embed_scale: float = 1.0
     activation: str = ""
     gated: bool = True
@@ -70,6 +71,7 @@ class DecoderSizes:
     top_k: int = 1
     expert_ffn: int = 0
     shared_experts: int = 0
+    shared_gate: bool = False
     # The choice is among the best `top_groups` groups (DeepSeek-V3 2024).
     expert_groups: int = 1
     top_groups: int = 1
@@ -85,6 +87,16 @@ class DecoderSizes:
     # Modules of multi-token prediction, and the factor of the mean of their losses.
     mtp: int = 0
     mtp_weight: float = 0.3
+    # Layers in the place of attention: mixers[n % len(mixers)] belongs to block n.
+    mixers: tuple[str, ...] = ()
+    # Delta layers: value heads, key heads, their features, and tokens that the
+    # convolution covers or that are computed at once. See `delta.py`.
+    delta_heads: int = 0
+    delta_key_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_width: int = 4
+    delta_chunk: int = 64
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -94,6 +106,12 @@ class DecoderSizes:
         fill(self, "expert_ffn", self.expert_ffn or self.ffn)
         fill(self, "rope_dim", self.rope_dim or self.head_dim)
         fill(self, "value_dim", self.value_dim or self.head_dim)
+        if self.delta_heads:
+            key_dim = self.delta_key_dim or self.head_dim
+            key_heads = self.delta_key_heads or self.delta_heads
+            fill(self, "delta_key_heads", key_heads)
+            fill(self, "delta_key_dim", key_dim)
+            fill(self, "delta_value_dim", self.delta_value_dim or key_dim)
         fill(
             self,
             "activation",
@@ -111,6 +129,8 @@ class DecoderSizes:
             yield f"kv_heads={self.kv_heads} does not divide heads={self.heads}"
         if self.positions != "learned" and self.rope_dim % 2:
             yield f"head_dim={self.rope_dim} is odd, and rope turns pairs"
+        if "delta" in self.mixers and not self.delta_heads:
+            yield "delta_heads=0 in a model with delta layers"
         if not 0 <= self.dropout < 1:
             yield f"dropout={self.dropout} is not in [0, 1)"
 
@@ -131,4 +151,4 @@ class DecoderSizes:
     @property
     def turned_dim(self) -> int:
         """The number of features of a head that rope rotates."""
-        return self.rope_dim if self.kv_latent else self.head_dim
+        return self.rope_dim

@@ -23,6 +23,7 @@ from ..comm import Group, regions
 from ..comm.base import group_named
 from ..layout import Layout, LayoutError
 from ..layout.exact import folded
+from ..models.delta import DeltaCore
 from ..models.kernels import (
     AttentionBlock,
     add_sinks,
@@ -34,6 +35,7 @@ from ..models.kernels import (
     sink_gradients,
 )
 from .batch import held_times
+from .delta import SpreadDeltaCore
 from .model import Model
 from .parts import join_time, parts_of_time, spread
 
@@ -48,7 +50,8 @@ def install_context(
 
     A ring replaces a core that computes what `phalanx.models.Core` does. A core with a
     window or a soft cap gathers keys and values instead. Under Ulysses alone the
-    model's own core is kept, whatever it computes, with all tokens and fewer heads.
+    model's own core is kept, whatever it computes, with all tokens and fewer heads. The
+    core of a delta layer keeps its tokens and heads under both (`delta.py`).
     """
     if layout.cp == 1 and layout.time_parts < 2:
         return
@@ -60,6 +63,11 @@ def install_context(
             if child != "core":
                 continue
             replaced = True
+            # The state of a delta rule passes from rank to rank.
+            if isinstance(core, DeltaCore):
+                own = SpreadDeltaCore(core, ring, ulysses)
+                setattr(piece.get_submodule(owner), child, own)
+                continue
             inner = core
             # A window or soft cap needs whole rows of scores: gather instead of a ring.
             if layout.time_parts > 1:

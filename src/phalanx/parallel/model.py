@@ -224,7 +224,7 @@ def build_model(shape: Shape) -> Model:
         pieces, rules = decoder.describe(plain)
         # The adapters' rules come first, and the first matching line counts.
         rules = _adapt(plain, Rules.parse(rules), shape) + rules
-    counts = {"heads": shape.heads, "kv": shape.kv_heads}
+    counts = shape.unit_counts
     made = Model(
         pieces,
         Rules.parse(rules),
@@ -258,7 +258,7 @@ def _adapt(model: Decoder, rules: Rules, shape: Shape) -> str:
     """Give adapters to the linears that the shape names; returns their rules."""
     lines = []
     for name, module in model.layers.named_modules():
-        block, _, path = name.partition(".")
+        path = name.partition(".")[2]
         if path.rpartition(".")[2] not in shape.adapters or not isinstance(
             module, nn.Linear
         ):
@@ -268,11 +268,10 @@ def _adapt(model: Decoder, rules: Rules, shape: Shape) -> str:
         # Beside a sharded weight the adapter's rank dim is whole, but ranks did other
         # work with it; see LORA in `layout/rules.py`.
         rank = LORA if {out, into} & AXIS_OF.keys() else "-"
-        # One pattern covers all blocks, so the first block's lines are enough.
-        if block == "0":
-            lines += [f"layers.*.{path}.lora.a.weight : {rank} {into}\n"]
-            lines += [f"layers.*.{path}.lora.b.weight : {out} {rank}\n"]
-    return "".join(lines)
+        # One pattern covers all blocks that have this linear.
+        lines += [f"layers.*.{path}.lora.a.weight : {rank} {into}\n"]
+        lines += [f"layers.*.{path}.lora.b.weight : {out} {rank}\n"]
+    return "".join(dict.fromkeys(lines))
 
 
 def is_lora(name: str) -> bool:

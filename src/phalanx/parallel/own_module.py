@@ -296,13 +296,14 @@ def _describe_decoder(model: Decoder) -> Model:
     names = {each.name for each in fields(Shape)} & vars(sizes).keys()
     known: dict[str, Any] = {name: getattr(sizes, name) for name in names}
     known.pop("rope_scaling", None)  # a shape has a word of that name
-    if (
-        not sizes.kv_latent
-    ):  # then the model has filled in what follows from the heads
-        for name in ("q_latent", "rope_dim", "value_dim"):
+    # The model has filled in what follows from the heads.
+    if not sizes.kv_latent:
+        for name in ("q_latent", "value_dim"):
             known.pop(name, None)
+        if sizes.rope_dim == sizes.head_dim:
+            known.pop("rope_dim", None)
     shape = Shape("decoder", **known)
-    counts = {"heads": shape.heads, "kv": shape.kv_heads}
+    counts = shape.unit_counts
     return Model(
         pieces,
         Rules.parse(rules),

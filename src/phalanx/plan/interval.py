@@ -169,7 +169,9 @@ def attention_part(shape: Shape, sequence: int) -> float:
     """The share of attention, causal and without windows, in the model's FLOPs."""
     # Causal attention costs as many FLOPs (6) for each of these as a matmul
     # does for each parameter.
-    pairs = sequence * shape.heads * shape.head_dim * shape.layers
+    blocks = range(1, 1 + shape.layers)
+    attending = sum(not shape.delta(piece) for piece in blocks)
+    pairs = sequence * shape.heads * shape.head_dim * attending
     return pairs / (pairs + shape.active) if pairs else 0.0
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from ..layout import Shape
+from ..layout.delta import token_work
 from ..layout.pieces import linear_products
 from . import ops
 from .program import Program
@@ -68,8 +69,15 @@ def forward_flops(
             found.append(
                 OpFlops(row.piece, product.name, flops, flops, trained)
             )
+        if shape.delta(row.piece):
+            # The state is corrected, written and read, whatever the chunk size.
+            flops = 2.0 * rows * token_work(shape)
+            trained = row.piece not in shape.frozen
+            found.append(
+                OpFlops(row.piece, "delta rule", flops, flops, trained)
+            )
         # q k' and the product with v, for each pair of tokens
-        if shape.kind == "decoder" and shape.is_block(row.piece):
+        elif shape.kind == "decoder" and shape.is_block(row.piece):
             per_pair = 2.0 * shape.pair_work * batch
             pairs = _pairs(shape, row.piece, sequence)
             full = per_pair * sequence**2

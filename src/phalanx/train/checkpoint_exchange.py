@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,10 +127,11 @@ def export_weights(
                 ]
                 # Rows alternate (gate, up, gate, up, ...) or follow one
                 # another.
+                groups = getattr(shape, source.groups) if source.groups else 1
                 whole = (
                     torch.stack(parts, 2).flatten(1, 2)
                     if source.alternating
-                    else torch.cat(parts)
+                    else _in_groups(parts, groups)
                 )
                 # One tensor for each expert, where we have one for all.
                 if "*" in name:
@@ -268,6 +269,11 @@ def export_adapter(
             f"{path}: its run trained no LoRA; export it without --adapter."
         )
     data = families.FAMILIES[families.family_of(shape, family)]
+    if data.grouped:
+        raise CheckpointError(
+            f"{path}: adapters of {shape.name} have no form in peft: one linear of theirs packs rows"
+            " of several of ours by heads. Export it without --adapter, which merges them."
+        )
     tensors, ranks = dict[str, Tensor](), dict[str, int]()
     with TensorReader(path, manifest) as reader:
 
@@ -368,6 +374,9 @@ class HubReader(TensorReader):
         # For experts that share one tensor, or a pair of mxfp4: the tensor and its
         # places.
         self.experts: dict[str, tuple[families.HubTensor, list[Placed]]] = {}
+        # For weights packed in groups: the rows of ours and of theirs in a group, and
+        # the first of ours in theirs.
+        self.groups: dict[str, tuple[int, int, int]] = {}
         super().__init__(source, self._manifest(folder, shape))
 
     def _manifest(self, folder: Folder, shape: Shape) -> stored.Manifest:
@@ -382,6 +391,12 @@ class HubReader(TensorReader):
                 n: x
                 for n, x in tensors.items()
                 if n.startswith(blocks) or behind not in n
+            }
+        if data and data.unread:
+            tensors = {
+                name: place
+                for name, place in tensors.items()
+                if not name.startswith(data.unread)
             }
         model = (
             build_model(shape) if data else load_model(f"{HUB}{folder.path}")
@@ -446,6 +461,13 @@ class HubReader(TensorReader):
                 # read one by one.
                 elif source.transposed:
                     self.columns[name] = entry.shape[1], first_row
+                elif source.groups:
+                    groups = getattr(shape, source.groups)
+                    self.groups[name] = (
+                        dims[0] // groups,
+                        entry.shape[0] // groups,
+                        first_row // groups,
+                    )
                 else:
                     # Rows of ours are adjacent in theirs: skip those of the
                     # weights before.
@@ -477,6 +499,8 @@ class HubReader(TensorReader):
             return torch.stack(
                 [self._expert(tensor.name, e) for e in range(first, last)]
             )
+        if tensor.name in self.groups:
+            return self._grouped_rows(tensor, part[0], first, last)
         if tensor.name not in self.columns:
             return super()._rows(tensor, part, first, last)
         (place,), (width, column) = part, self.columns[tensor.name]
@@ -492,6 +516,33 @@ class HubReader(TensorReader):
                 numbers,
             )
         return turned.T
+
+    def _grouped_rows(
+        self,
+        tensor: stored.StoredTensor,
+        place: stored.StoredShard,
+        first: int,
+        last: int,
+    ) -> Tensor:
+        own, theirs, before = self.groups[tensor.name]
+        found = torch.empty(
+            last - first, *tensor.shape[1:], dtype=DTYPES[tensor.dtype]
+        )
+        width = found[0].nbytes
+        # Rows of one group are adjacent in the file.
+        row = first
+        while row < last:
+            group, inside = divmod(row, own)
+            stop = min(last, (group + 1) * own)
+            at = group * theirs + before + inside
+            run = found[row - first : stop - first]
+            read_into(
+                self._file(place.file),
+                place.offset + at * width,
+                run.view(-1),
+            )
+            row = stop
+        return found
 
     def _expert(self, name: str, number: int) -> Tensor:
         """Return one expert's weight. In packed tensors, such as gate and up, the rows
@@ -515,6 +566,12 @@ class HubReader(TensorReader):
         whole = decode_fp4(*parts) if len(parts) == 2 else whole
         # Every second row, from 0 for gate and from 1 for up.
         return whole[source.packed.index(name) :: len(source.packed)]
+
+
+def _in_groups(parts: Sequence[Tensor], groups: int) -> Tensor:
+    """The rows of all parts, in `groups` groups that each have a run of every part."""
+    runs = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(runs, 1).flatten(0, 1)
 
 
 def _dims_of(

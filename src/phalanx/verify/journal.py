@@ -130,8 +130,10 @@ def counted_flops(
     its plain form.
 
     Returns None for a frozen embedding that is also the head, whose matmuls the plain
-    form cannot omit.
+    form cannot omit, and for delta layers, which it computes token by token.
     """
+    if shape.delta_heads:
+        return None
     frozen = build_model(shape).frozen
     if shape.tied and "embed.tokens.weight" in frozen:
         return None

@@ -21,6 +21,7 @@ from ..layout.rules import PARTIAL, Cut
 from ..models import ExpertMlps
 from ..models.attention import HeadsAttention
 from ..models.decoder import Head, Mlp
+from ..models.delta import GatedDelta
 from ..parallel import Model
 from ..parallel.tensor import cut_of
 
@@ -48,7 +49,7 @@ def output_over_ranks(model: Model, cuts: Layout) -> None:
 
 def owners(block: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules that tp surrounds with forks and joins."""
-    kinds = HeadsAttention, Mlp, ExpertMlps
+    kinds = HeadsAttention, GatedDelta, Mlp, ExpertMlps
     return [
         (path, module)
         for path, module in block.named_modules()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape
+from .plain_delta import delta_layer
 
 Weights = Mapping[str, Tensor]
 Bits = npt.NDArray[np.uint32]
@@ -81,11 +83,14 @@ def head_norm(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def rotate(shape: Shape, x: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Rotate queries or keys x (B, T, heads, D).
+    """Rotate the first features of queries or keys x (B, T, heads, D).
 
     Pairs of features are complex numbers, each turned by the position times its own
     frequency. A score then depends on distances alone (section 3.2.2).
     """
+    rest = x[..., x.shape[-1] :]
+    if shape.rope_dim:  # rope turns a part of each head
+        x, rest = x[..., : shape.rope_dim], x[..., shape.rope_dim :]
     # (B, T, D / 2)
     angle = positions.unsqueeze(-1) * frequencies(shape, window, x.shape[-1])
     length = torch.full_like(angle, stretch_of_length(shape, window))
@@ -98,7 +103,7 @@ def rotate(shape: Shape, x: Tensor, positions: Tensor, window: int) -> Tensor:
     turned = pairs * turn
     # Queries and keys have the same order of features, which does not affect the dot
     # product.
-    return torch.cat((turned.real, turned.imag), dim=-1)
+    return torch.cat((turned.real, turned.imag, rest), dim=-1)
 
 
 def frequencies(shape: Shape, window: int, size: int) -> Tensor:
@@ -301,6 +306,8 @@ def attention(
     seen = visible(x.shape[1], block.window, batch.get("documents"))
     sinks = w["attn.sinks"] if shape.sinks else None
     mixed = attend(shape, q, k, v, seen, sinks).flatten(2)  # (B, T, H * D)
+    if shape.output_gate:  # Qwen3-Next
+        mixed = mixed * torch.sigmoid(linear(shape, w, "attn.wg", x))
     mixed = dropped(mixed, batch, block.number, shape.dropout, place=0)
     return linear(shape, w, "attn.wo", mixed, biased=shape.bias == "all")
 
@@ -433,7 +440,10 @@ def experts(
             down = down + w["mlp.routed.down_bias"][e]
         y = y + gates[..., e].unsqueeze(-1) * down
     if shape.shared_experts:
-        y = y + mlp(shape, w, "mlp.shared", x)
+        shared = mlp(shape, w, "mlp.shared", x)
+        if shape.shared_gate:  # Qwen3-Next
+            shared = shared * torch.sigmoid(x @ w["mlp.shared_gate.weight"].T)
+        y = y + shared
     return y, routing
 
 
@@ -484,10 +494,11 @@ def dropped(
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """A block's number and its window (0: none)."""
+    """A block's number, its window (0: none), and its layer between tokens."""
 
     number: int
     window: int
+    mixer: str
 
 
 @dataclass
@@ -522,7 +533,11 @@ def transformer_block(
     before, behind = shape.norms != "post", shape.norms != "pre"
     routing = None
     y = norm(shape, w, "attn_norm", x) if before else x
-    y = attention(shape, w, y, batch, block)
+    if block.mixer == "delta":
+        by_name = partial(linear, shape, w)
+        y = delta_layer(shape, w, by_name, y, batch.get("documents"))
+    else:
+        y = attention(shape, w, y, batch, block)
     y = norm(shape, w, "attn_post_norm", y) if behind else y
     x = x + dropped(y, batch, block.number, shape.dropout, place=1)
     y = norm(shape, w, "mlp_norm", x) if before else x
@@ -578,12 +593,17 @@ def decoder(
     x = embed(shape, weights, batch)
     outputs, routings = {"embed": x}, dict[str, RouterResult]()
     windows = shape.windows or (0,)
+    mixers = shape.mixers or ("attention",)
 
     def block_of(number: int, x: Tensor) -> Tensor:
         name = f"layers.{number}"
         # A block of multi-token prediction is like the last one before it.
         like = min(number, shape.layers - 1)
-        block = BlockOptions(number, windows[like % len(windows)])
+        block = BlockOptions(
+            number,
+            windows[like % len(windows)],
+            mixers[like % len(mixers)],
+        )
         x, routing = transformer_block(
             shape, within(weights, name), x, batch, block
         )

@@ -34,6 +34,7 @@ from ..train.optimizer import Optimizer
 from . import plain
 from .cases import VARIED
 from .optimizers import plain_optimizer
+from .plain_delta import delta_start
 
 Batch = Mapping[str, Tensor]
 Batches = Callable[[int], Batch]
@@ -452,6 +453,9 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
         return whole
     if name.endswith("bias"):
         return torch.zeros(size)
+    own = delta_start(name, size, generator)
+    if own is not None:
+        return own
     # If weights are stored minus one, 0 means 1.
     if name.endswith("norm.weight"):
         return torch.full(
@@ -461,7 +465,8 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
     layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
     layers -= sum(piece.startswith("mtp.") for piece, _ in model.pieces)
     # into the residual stream
-    last = name.endswith((".wo.weight", ".down.weight", ".routed.down"))
+    into = ".wo.weight", ".attn.out.weight", ".down.weight", ".routed.down"
+    last = name.endswith(into)
     # 0.02 / sqrt(2 N), as GPT-2 scales the weights into the residual stream
     # (Radford et al. 2019).
     spread = 0.02 / math.sqrt(2 * layers) if last else 0.02

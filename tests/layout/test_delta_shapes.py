@@ -1,0 +1,63 @@
+"""Shapes with delta layers: mistakes, and layouts that they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.layout import Layout, Shape
+from phalanx.layout.cases import SHAPES
+from phalanx.layout.legal import legal
+from phalanx.layout.shape import ShapeError
+
+DELTA = SHAPES["delta"]
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"mixers": ("delta", "mamba")}, "mixers names 'mamba'. Write attention or delta"),
+        ({"mixers": ("delta",) * 5}, "mixers has 5 words for 4 blocks"),
+        ({"mixers": ()}, "delta_heads without a delta layer"),
+        ({"delta_heads": 0}, "delta_heads is missing"),
+        ({"delta_key_heads": 3}, "delta_key_heads = 3 does not divide delta_heads = 8"),
+        ({"shared_experts": 0}, "shared_gate without shared_experts"),
+        ({"rope_dim": 6}, "rope turns rope_dim = 6 of head_dim = 4"),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_delta_layer_has_are_named(
+    changed: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ShapeError, match=says):
+        replace(DELTA, **changed)  # type: ignore[arg-type]
+
+
+def test_latent_attention_has_no_gate() -> None:
+    with pytest.raises(ShapeError, match="output_gate beside latent"):
+        replace(SHAPES["latent"], output_gate=True)
+
+
+@pytest.mark.parametrize(
+    "shape, layout, says",
+    [
+        (replace(DELTA, delta_key_heads=2), "tp4", "tp=4 does not divide delta_key_heads=2"),
+        (DELTA, "dp2 fp8", "no matmuls of delta layers in 8 bits"),
+        (DELTA, "dp2 compile", "compile has not been compared in blocks with delta layers"),
+        (DELTA, "dp2 exact", "exact has no order of the sums in delta layers"),
+        (replace(SHAPES["gqa"], output_gate=True), "dp2 exact",
+         "exact has no order of the sums behind output_gate"),
+    ],
+)  # fmt: skip
+def test_layouts_without_delta_layers_are_refused(
+    shape: Shape, layout: str, says: str
+) -> None:
+    found = legal(Layout.parse(layout), shape, batch=24)
+    assert any(says in each.what for each in found)
+
+
+def test_blocks_repeat_the_mixers() -> None:
+    assert [DELTA.mixer(n) for n in range(1, 5)] == [
+        "delta", "delta", "attention", "delta",
+    ]  # fmt: skip
+    assert [DELTA.delta(n) for n in (0, 1, 5)] == [False, True, False]
