@@ -1,7 +1,8 @@
 """Prints the cost of recording: PYTHONPATH=benchmarks:torch-audit/src python -m audited.overhead [RANKS]
 
 A transformer of 4.2 million parameters, a core each rank, with and without the recorder, in turns. Several
-ranks train by DDP over gloo; the first one's times are printed, and the largest file of all.
+ranks train by DDP over gloo; the first one's times are printed, and the largest file of all. Times are
+those of the processor, which other programs on the machine change least.
 """
 
 import os
@@ -41,13 +42,13 @@ def seconds_of_steps(model: nn.Module, steps: int) -> list[float]:
     tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
     found = []
     for _ in range(steps):
-        start = time.perf_counter()
+        start = time.process_time()
         logits = model(tokens).flatten(0, 1)
         nn.functional.cross_entropy(logits, tokens.flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(time.perf_counter() - start)
+        found.append(time.process_time() - start)
     return found
 
 
