@@ -19,7 +19,7 @@ from phalanx.layout.kinds import one_block_of_each
 from phalanx.models.mtp import look_ahead
 from phalanx.parallel import build_model
 from phalanx.train.parallelize import parallelize
-from phalanx.verify import SHAPES, Trace, batch_of
+from phalanx.verify import SHAPES, Trace, batch_of, verify
 from phalanx.verify.exact import verify_exact
 from phalanx.verify.reference import draw
 from phalanx.verify.trial import program_in
@@ -278,3 +278,9 @@ def test_stages_keep_modules_with_the_head() -> None:
     assert shape.pieces == 1 + 2 + 2 * 2 + 1
     stages = stage_pieces(Layout.parse("pp2 stages:1-1"), shape)
     assert stages == (range(2), range(2, 8))
+
+
+def test_layouts_in_bfloat16_keep_the_bounds_of_rounding() -> None:
+    layouts = Layout.parse_many("dp2 tp2 seq zero1; pp2 ep2 1f1b:3")
+    verdicts = verify(SHAPES["ahead"], layouts, dtype="bfloat16", steps=1)
+    assert [v.first_difference for v in verdicts if not v.passed] == []

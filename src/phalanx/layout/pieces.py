@@ -377,9 +377,14 @@ def linear_products(row: PieceRow, shape: Shape) -> tuple[LinearProduct, ...]:
     # A tied weight is the output's, except for a later lookup in the embedding.
     tied = () if shape.is_join(row.piece) else row.tied
     every = (*row.weights, *tied)
-    return tuple(
+    products = [
         product for weight in every for product in _product(weight, shape)
-    )
+    ]
+    # The output serves the loss of the next token and those of later ones.
+    if row.piece == shape.pieces - 1:
+        uses = 1 + shape.mtp
+        products = [each._replace(times=uses) for each in products]
+    return tuple(products)
 
 
 def _product(weight: WeightRow, shape: Shape) -> Iterator[LinearProduct]:

@@ -140,11 +140,14 @@ def counted_flops(
     every = _products(shape, batch, sequence)
     products, scores = every["products"], every["scores"]
     # all blocks have the same number of heads, and a score for each pair of tokens
-    of_block = scores / shape.layers
+    blocks = shape.layers + shape.mtp
+    of_block = scores / blocks
     causal = products
-    for number in range(shape.layers):
+    for number in range(blocks):
         windows = shape.windows or (0,)
-        seen = plain.visible(sequence, windows[number % len(windows)], None)
+        # A block of multi-token prediction is like the last one before it.
+        like = min(number, shape.layers - 1)
+        seen = plain.visible(sequence, windows[like % len(windows)], None)
         # The share of pairs that a query may see: about half for causal
         # attention.
         causal += of_block * float(seen.double().mean())
@@ -186,9 +189,9 @@ def _products(shape: Shape, batch: int, sequence: int) -> dict[str, float]:
         "targets": time % shape.vocab,
     }
     with FlopCounterMode(display=False) as counter:
-        loss = plain.decoder(
-            counted, weights, {**tokens_of, "positions": time}
-        ).loss
+        batch_of = {**tokens_of, "positions": time}
+        found = plain.decoder(counted, weights, batch_of)
+        loss = found.loss + found.ahead
         loss.backward()  # type: ignore[no-untyped-call]
     operations = counter.get_flop_counts()["Global"]
     # Batched matmuls are those of scores; matmuls with weights are not

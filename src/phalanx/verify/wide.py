@@ -72,6 +72,7 @@ NARROW = {
     "models/loss.py:_write_gradient": "copy_",
     "models/loss.py:soft_cap": "div mul tanh",
     "models/mlp.py:Layer.forward": "gelu",
+    "models/mtp.py:Join.forward": "mul",
     "models/noise.py:Dropout.forward": "mul where",
     # in float16; its statistics have 32 bits
     "models/norm.py:LayerNorm.forward": "native_layer_norm",
