@@ -229,9 +229,18 @@ def test_squares_are_summed_without_rounding_in_any_order() -> None:
     exact = sum(int(v * 2.0**149) ** 2 for v in x.double().tolist())
     parts = [squares_by_exponent(part) for part in x.split(7)]
     shuffled = squares_by_exponent(x[torch.randperm(2000, generator=draw)])
-    assert torch.equal(sum(parts[1:], parts[0]), shuffled)
+    in_parts = sum_of_limbs(sum(parts[1:], parts[0]))
+    assert torch.equal(in_parts, sum_of_limbs(shuffled))
     relative = float(sum_of_limbs(shuffled)) / (exact / 2**298) - 1.0
     assert abs(relative) < 1e-15
+
+
+def test_squares_of_long_rows_are_summed_without_overflow() -> None:
+    largest = 2.0 - 2.0**-23  # all bits of the mantissa are set
+    count = 2 * 2**15 + 7
+    x = torch.full((count,), largest)
+    by_hand = count * int(largest * 2.0**23) ** 2 / 2**46
+    assert float(sum_of_limbs(squares_by_exponent(x))) == by_hand
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

@@ -21,10 +21,15 @@ _EXPONENTS = 256  # of float32
 # A float32 is mantissa * 2 ** (exponent - 150), with 23 stored bits of mantissa.
 _MANTISSA = 23
 _BIAS = 150
-# A square of a mantissa has 48 bits. Each 16-bit third is summed in float64 (53 bits), so
-# up to 2^37 numbers of one exponent add without rounding.
-_LIMB, _LIMBS = 16, 3
-_CHUNK = 1 << 20  # elements whose squares are computed at once
+_HALF = 12  # bits of half a mantissa
+# A square of a mantissa has 48 bits. A row of squares is added as a whole number of 63
+# bits. Each 21-bit third of it is summed in float64 (53 bits), so up to 2^47 numbers of
+# one exponent add without rounding.
+_ROW = 1 << 15
+_LIMB, _LIMBS = 21, 3
+# Elements whose squares are computed at once: they fit in a CPU's cache, or keep a GPU
+# busy.
+_CHUNK, _LARGE_CHUNK = {"cpu": _ROW}, 1 << 22
 
 
 class Totals:
@@ -110,9 +115,9 @@ class ExactTotals(Totals):
         found = torch.zeros(
             _LIMBS, _EXPONENTS, dtype=torch.float64, device=self.device
         )
+        size = _CHUNK.get(self.device.type, _LARGE_CHUNK)
         for run in unit.counted():
-            chunks = max(1, -(-run.numel() // _CHUNK))
-            for chunk in run.view(-1).tensor_split(chunks):
+            for chunk in run.view(-1).split(size):
                 found += squares_by_exponent(chunk)
         # infinity and NaN have the last exponent
         last = found[:, -1]
@@ -167,22 +172,38 @@ def sum_in_tree(x: Tensor) -> Tensor:
 def squares_by_exponent(x: Tensor) -> Tensor:
     """The squares of a flat float32 tensor, as sums of whole numbers.
 
-    Row i has a sum for each exponent of x: that of bits 16 i to 16 i + 15 of the
-    squared mantissas.
+    A sum for each exponent of x, in limbs: row i has bits 21 i to 21 i + 20 of the sums
+    of squared mantissas over at most `_ROW` elements each.
     """
     bits = x.contiguous().view(torch.int32)
     exponent = (bits >> _MANTISSA) & (_EXPONENTS - 1)
-    mantissa = (bits & ((1 << _MANTISSA) - 1)).long()
+    mantissa = bits & ((1 << _MANTISSA) - 1)
     # All but the smallest numbers have a leading bit that is not stored.
-    mantissa += (exponent > 0).long() << _MANTISSA
-    square = mantissa * mantissa
-    rows = []
-    for limb in range(_LIMBS):
-        part = (square >> (_LIMB * limb)) & ((1 << _LIMB) - 1)
+    mantissa += (exponent > 0).to(torch.int32) << _MANTISSA
+    # Halves of 12 bits, whose products are exact in float64.
+    high = (mantissa >> _HALF).double()
+    low = (mantissa & ((1 << _HALF) - 1)).double()
+    rows = max(1, -(-x.numel() // _ROW))
+    place = exponent.long()
+    if rows > 1:
+        row = torch.arange(x.numel(), device=x.device) // _ROW
+        place += row * _EXPONENTS
+
+    def summed(products: Tensor) -> Tensor:
         # Not `bincount`, which torch's deterministic mode refuses on a GPU.
-        row = x.new_zeros(_EXPONENTS, dtype=torch.float64)
-        rows.append(row.index_add_(0, exponent.long(), part.double()))
-    return torch.stack(rows)
+        every = products.new_zeros(rows * _EXPONENTS)
+        return every.index_add_(0, place, products).long()
+
+    # (high 2^12 + low)^2; a square has 48 bits, and a row's sum at most 63.
+    total = summed(high * high) << (2 * _HALF)
+    total += summed(high * low) << (_HALF + 1)
+    total += summed(low * low)
+    limbs = [
+        (total >> (_LIMB * limb)) & ((1 << _LIMB) - 1)
+        for limb in range(_LIMBS)
+    ]
+    by_row = torch.stack(limbs).view(_LIMBS, rows, _EXPONENTS)
+    return by_row.double().sum(1)
 
 
 def sum_of_limbs(limbs: Tensor) -> Tensor:
@@ -193,7 +214,21 @@ def sum_of_limbs(limbs: Tensor) -> Tensor:
     # The smallest numbers have the exponent of the next larger ones.
     scales = 2.0 * (exponents.clamp(min=1.0) - _BIAS)
     powers = torch.exp2(places.view(-1, 1) + scales)
-    return sum_in_tree((limbs.view(_LIMBS, _EXPONENTS) * powers).view(-1))
+    digits = _carried(limbs.view(_LIMBS, _EXPONENTS))
+    return sum_in_tree((digits * powers).view(-1))
+
+
+def _carried(limbs: Tensor) -> Tensor:
+    """The same whole numbers with all but the last limb below 2^21.
+
+    Sums over other shards have other limbs of the same numbers.
+    """
+    digits = [*limbs.unbind()]
+    for limb in range(_LIMBS - 1):
+        over = (digits[limb] / 2.0**_LIMB).floor()
+        digits[limb] = digits[limb] - over * 2.0**_LIMB
+        digits[limb + 1] = digits[limb + 1] + over
+    return torch.stack(digits)
 
 
 def norms_of(unit: Unit) -> Tensor:
