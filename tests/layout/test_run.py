@@ -474,6 +474,12 @@ def test_a_run_that_has_a_checkpoint_or_sizes_of_its_own_is_not_refused(
         refuse_random_by_name(Run(model=model, out=str(tmp_path / "other")))
 
 
+def test_exact_is_refused_with_the_loss_of_pairs() -> None:
+    text = 'loss = "dpo"\nlayout = "dp2 exact"\n'
+    with pytest.raises(RunError, match=r"loss = 'dpo', whose bits"):
+        Run.parse(text)
+
+
 def test_random_weights_are_not_asked_of_a_model_that_has_its_own() -> None:
     for model in ("hf:folder", "model.py:Class"):
         with pytest.raises(

@@ -67,6 +67,14 @@ def test_a_stage_without_trained_weights_has_them_too() -> None:
     assert [v.first_difference for v in verdicts if not v.passed] == []
 
 
+@pytest.mark.slow
+def test_adapters_have_them_too() -> None:
+    adapted = replace(SHAPES["gqa"], lora_r=4)
+    layouts = Layout.parse_many("dp2x2 zero3 accum:2 exact; pp2 1f1b:4 exact")
+    verdicts = verify_exact(adapted, layouts)
+    assert [v.first_difference for v in verdicts if not v.passed] == []
+
+
 PARTS = 4  # of the list of layouts, a test each
 LARGE = (
     "dp6 zero3 accum:2 exact",

@@ -121,6 +121,9 @@ def _layout(run: Run, shape: Shape | None) -> Iterator[Mistake]:
     except LayoutError as error:
         what = f"layout = {run.layout!r}: {str(error).rstrip('.')}"
         yield Mistake("layout", what, 'Or write "auto"')
+    if layout is not None and layout.exact and run.loss:
+        what = f"layout = {run.layout!r} with loss = {run.loss!r}, whose bits have not been compared"
+        yield Mistake("layout", what, "Leave exact out")
     if shape is not None:
         yield from misfits(run, shape, layout)
 
