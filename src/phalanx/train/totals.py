@@ -117,7 +117,7 @@ class ExactTotals(Totals):
         )
         size = _CHUNK.get(self.device.type, _LARGE_CHUNK)
         for run in unit.counted():
-            for chunk in run.view(-1).split(size):
+            for chunk in torch.split(run.view(-1), size):
                 found += squares_by_exponent(chunk)
         # infinity and NaN have the last exponent
         last = found[:, -1]
