@@ -12,9 +12,12 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from ..layout import Shape
 
 FOLDER = Path(__file__).parent / "named"
 
@@ -36,7 +39,31 @@ def shipped_costs(name: str, identity: Mapping[str, Any]) -> dict[str, Any]:
     held = read_shipped(file)
     cuts: dict[str, Any] = held["cuts"]
     # A user's shape may have the name of one of ours.
-    return cuts if held["identity"] == as_json(identity) else {}
+    same = same_costs(held["identity"], as_json(identity))
+    return cuts if same else {}
+
+
+def same_costs(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if two identities, as JSON, differ in no size.
+
+    A size that was added to `Shape` since a file was written has its default there.
+    """
+    return _beside_defaults(one) == _beside_defaults(other)
+
+
+def _beside_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity without the sizes that have their default."""
+    defaults = {
+        each.name: as_json(each.default)
+        for each in fields(Shape)
+        if each.default is not MISSING
+    }
+    sizes = {
+        name: value
+        for name, value in identity["shape"].items()
+        if name not in defaults or value != defaults[name]
+    }
+    return {**identity, "shape": sizes}
 
 
 @lru_cache(maxsize=4)  # a search asks for many cuts, one after the other
