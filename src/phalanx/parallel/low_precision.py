@@ -331,11 +331,35 @@ def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
     )
     if recipe_b == recipe_a and scale_b.shape[1:] == (1,):  # per-row scales
         scale_b = scale_b.t()
-    kernel: Any = F.scaled_mm
-    scaled = scale_a, recipe_a, scale_b, recipe_b, swizzle, swizzle
     numbers = a.numbers.contiguous(), b.numbers.contiguous().t()
-    narrow: Tensor = kernel(*numbers, *scaled, output_dtype=torch.bfloat16)
-    return narrow.to(out)
+    scaled = scale_a, recipe_a, scale_b, recipe_b, swizzle
+    return _scaled_mm(*numbers, *scaled).to(out)
+
+
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    recipe_a: Any,
+    scale_b: Tensor,
+    recipe_b: Any,
+    swizzle: Any,
+) -> Tensor:
+    """The operator of `F.scaled_mm`, whose own call torch 2.11 cannot compile."""
+    order = [swizzle.value]
+    y: Tensor = torch.ops.aten._scaled_mm_v2(
+        a,
+        b,
+        [scale_a],
+        [recipe_a.value],
+        order,
+        [scale_b],
+        [recipe_b.value],
+        order,
+        None,
+        torch.bfloat16,
+    )
+    return y
 
 
 def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
