@@ -29,6 +29,7 @@ def structure(shape: Shape) -> str:
         or shape.experts
         or shape.windows
         or shape.sinks
+        or shape.mtp
         or caps
     ):
         return ""
