@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import pydoc
 import subprocess
 import sys
@@ -342,3 +343,8 @@ def test_another_torch_than_was_tested_is_mentioned(
     assert "was tested with 2.11 to 2.13. pip install" in caplog.text
     project = (ROOT / "pyproject.toml").read_text()
     assert '"torch>=2.11,<2.14"' in project
+
+
+def test_a_package_that_is_a_function_is_sent_to_a_process() -> None:
+    for package in (phalanx.draw, phalanx.plan, phalanx.train, phalanx.verify):
+        assert pickle.loads(pickle.dumps(package)) is package

@@ -74,6 +74,10 @@ class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **terms: Any) -> Any:
         return self._function(*args, **terms)
 
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        # `launch(phalanx.train, ...)` sends the function to other processes by its name.
+        return importlib.import_module, (self.__name__,)
+
     # `help(phalanx.plan)` and `phalanx.plan?` in Jupyter show the function, and then the package.
 
     @property

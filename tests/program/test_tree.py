@@ -116,8 +116,7 @@ def test_a_sum_of_the_tree_takes_a_buffer_until_it_is_added() -> None:
     ("text", "reason"),
     [
         ("tp2 exact", "exact with tp2: each rank computes whole parts"),
-        ("cp2 exact", "exact does not cover cp yet"),
-        ("ep2 exact", "exact does not cover ep yet"),
+        ("cp2 exact", "exact with cp2: each rank computes whole runs"),
         ("fp64 exact", "exact does not cover fp64 yet"),
         ("bf16 fp8 exact", "exact does not cover fp8 yet"),
         ("compile exact", "exact does not cover compile yet"),
