@@ -151,8 +151,13 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> (
     experts = replace(
         plain, experts=8, top_k=2, expert_ffn=3, shared_experts=1, dense_layers=1, scores="sigmoid",
         normalized=False, routed_scale=2.0, balance="bias", balance_rate=0.1,
-        expert_groups=4, top_groups=2, sequence_loss=0.1, batch_loss=0.1,
+        expert_groups=4, top_groups=2, sequence_loss=0.1, batch_loss=0.1, shared_gate=True,
     )  # fmt: skip
+    delta = replace(
+        plain, mixers=("delta", "attention"), delta_heads=4, delta_key_heads=2, delta_key_dim=3,
+        delta_value_dim=5, delta_width=3, delta_chunk=4, output_gate=True,
+    )  # fmt: skip
+    ahead = replace(plain, mtp=1, mtp_weight=0.7)
     adapted = replace(plain, lora_r=2, lora_alpha=1.0, lora_targets=("wq",))
     latent = replace(plain, kv_latent=8, q_latent=8, rope_dim=2, value_dim=3)
     others = (
@@ -160,6 +165,8 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> (
         experts,
         adapted,
         latent,
+        delta,
+        ahead,
         replace(plain, freeze=("embed",)),
     )
     wrong = [each for one in others for each in differing_sizes(plain, one)]
