@@ -245,6 +245,8 @@ class Reader:
         self._pointers = pointers or {}
         self._arguments: dict[str, str] = {}
         self._mistakes: list[Mistake] = []
+        # Tables whose keys a mistake has listed: once is enough.
+        self._listed: set[str] = set()
         # A text that is no TOML is a mistake like others: arguments are still
         # checked.
         try:
@@ -472,14 +474,17 @@ class Reader:
                 leaves[n]
                 for n in difflib.get_close_matches(last, leaves, 1, 0.6)
             ]
-        way_out = (
-            f"Did you mean {near[0]!r}?"
-            if near
-            else f"Keys here are {', '.join(names)}"
-        )
-        # A pointer for the last part of the key, then one for its whole path.
-        for name in (last.lower(), path):
-            way_out = self._pointers.get(name, way_out)
+        # A pointer for the whole path goes before one for its last part.
+        pointers = self._pointers
+        if pointer := pointers.get(path) or pointers.get(last.lower()):
+            way_out = pointer
+        elif near:
+            way_out = f"Did you mean {near[0]!r}?"
+        elif prefix in self._listed:
+            way_out = "The keys here are listed above"
+        else:
+            way_out = f"Keys here are {', '.join(names)}"
+            self._listed.add(prefix)
         self._wrong(
             path,
             f"{path} = {_shown(value)}: there is no key {path!r}",
