@@ -22,7 +22,7 @@ from dataclasses import asdict, astuple, fields, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout, PieceRow, Shape, one_block_of_each, piece_layout
 from ..layout.families import code_of
@@ -40,6 +40,9 @@ from ..program import (
     at_rows,
 )
 from .shipped import shipped_costs
+
+if TYPE_CHECKING:  # it needs torch
+    from .pieces import Found
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = 5
@@ -183,7 +186,8 @@ def costed_cuts(
     few = one_block_of_each(model)[0] if isinstance(model, Shape) else None
     made = build_model(few) if few else load_model(str(model))
     kinds = alike(made)
-    entries, outputs = {}, dict[Any, Any]()
+    found = _found(_key(model, sequence, target))
+    entries = {}
     for cut in cuts:
         all_rows = cost_kinds(
             made,
@@ -191,7 +195,7 @@ def costed_cuts(
             (1, 2, *_MORE_ROWS),
             sequence=sequence,
             target=target,
-            known=outputs,
+            found=found,
         )
         costs = [
             [astuple(one), astuple(two), [each.temporary for each in more]]
@@ -208,6 +212,14 @@ def costed_cuts(
         if not few:
             entries[str(cut)] |= _written_rows(rows)
     return entries
+
+
+@lru_cache(maxsize=1)  # a search costs many cuts of one model, call by call
+def _found(key: str) -> Found:
+    """The costs of pieces found in this process for the model of one cache file."""
+    from .pieces import Found
+
+    return Found()
 
 
 def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
