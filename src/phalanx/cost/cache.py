@@ -348,15 +348,35 @@ def _load(row: Sequence[Any]) -> Load:
 def _read(file: Path) -> dict[str, Any]:
     """The contents of a cache file; empty if it is missing or incomplete."""
     try:
-        # Keyed by the file's state, so that a changed file is read again.
-        state = file.stat()
-        return dict(_parsed(file, state.st_mtime_ns, state.st_size))
+        state = _state(file.stat())
+        if file not in _SEEN or _SEEN[file][0] != state:
+            _remember(file, state, _parsed(file))
+        return dict(_SEEN[file][1])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
-@lru_cache(maxsize=4)  # a search reads it several times
-def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
+# A file's time and size in bytes: a file in another state is read again.
+_State = tuple[int, int]
+# Contents of the files read or written last. A search costs cut after cut, and each one
+# is added to a file that grows.
+_SEEN: dict[Path, tuple[_State, dict[str, Any]]] = {}
+_MOST_SEEN = 4
+
+
+def _state(found: os.stat_result) -> _State:
+    return found.st_mtime_ns, found.st_size
+
+
+def _remember(file: Path, state: _State, known: Mapping[str, Any]) -> None:
+    _SEEN.pop(file, None)
+    if len(_SEEN) == _MOST_SEEN:
+        oldest = next(iter(_SEEN))
+        del _SEEN[oldest]
+    _SEEN[file] = state, dict(known)
+
+
+def _parsed(file: Path) -> dict[str, Any]:
     known: dict[str, Any] = json.loads(file.read_bytes())
     # Converted once and thrown away: a damaged file shows here.
     for entry in known.values():
@@ -377,4 +397,7 @@ def _write(file: Path, known: Mapping[str, Any]) -> None:
         text = json.dumps(known, separators=(",", ":"))
         with os.fdopen(handle, "w") as out:
             out.write(text)
+            out.flush()
+            state = _state(os.fstat(out.fileno()))
         os.replace(name, file)
+        _remember(file, state, known)
