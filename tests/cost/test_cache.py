@@ -144,11 +144,11 @@ def test_a_damaged_file_is_weighed_again_and_written_whole(
     assert file.read_bytes() == whole
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The number of operations that ran while it was active."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(
