@@ -7,11 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.cost import cached_costs, piece_costs
-from phalanx.layout import Layout, Shape, piece_layout
+from phalanx.cost.pieces import cost_kinds
+from phalanx.layout import Layout, Shape, cases, piece_layout
 from phalanx.parallel import build_model
 from phalanx.program import CostedPiece
 
@@ -139,6 +142,65 @@ def test_a_damaged_file_is_weighed_again_and_written_whole(
     again = cached_costs(TINY, layouts, place=tmp_path)
     assert again[layouts[0]][1](2) == good[layouts[0]][1](2)
     assert file.read_bytes() == whole
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The number of operations that ran while it was active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_another_size_of_ep_costs_only_the_experts_again(
+    tmp_path: Path,
+) -> None:
+    """A search costs cut after cut, and delta layers run an operation for each chunk."""
+    shape = replace(cases.SHAPES["delta"], experts=8, sequence=64)
+    first, second = Layout.parse_many("ep2 bf16; ep4 bf16")
+    counts = []
+    for layout in (first, second):
+        with Operations() as operations:
+            found = cached_costs(shape, [layout], place=tmp_path)
+        counts.append(operations.count)
+        (costs,) = cost_kinds(build_model(shape), layout, (2,))
+        pieces = found[layout]
+        parts = {
+            part(2)
+            for number in range(len(pieces))
+            for part in pieces[number].parts
+        }
+        assert parts == set(costs)
+    assert counts[1] < counts[0] / 4
+
+
+def test_a_file_is_not_read_again_after_a_cut_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+    parsed = json.loads
+
+    def counted(text: bytes) -> object:
+        reads.append(len(text))
+        return parsed(text)
+
+    monkeypatch.setattr(json, "loads", counted)
+    for layout in Layout.parse_many("tp2; tp4; tp2 seq; tp4 seq"):
+        cached_costs(TINY, [layout], place=tmp_path)
+    assert reads == []
+    # Another process has written the file since.
+    (file,) = tmp_path.iterdir()
+    known = parsed(file.read_bytes())
+    del known["tp4"]
+    file.write_text(json.dumps(known))
+    cached_costs(TINY, [Layout.parse("tp2")], place=tmp_path)
+    assert len(reads) == 1
 
 
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

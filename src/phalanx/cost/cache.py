@@ -22,7 +22,7 @@ from dataclasses import asdict, astuple, fields, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout, PieceRow, Shape, one_block_of_each, piece_layout
 from ..layout.families import code_of
@@ -40,6 +40,9 @@ from ..program import (
     at_rows,
 )
 from .shipped import shipped_costs
+
+if TYPE_CHECKING:  # it needs torch
+    from .pieces import Found
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = 5
@@ -183,7 +186,8 @@ def costed_cuts(
     few = one_block_of_each(model)[0] if isinstance(model, Shape) else None
     made = build_model(few) if few else load_model(str(model))
     kinds = alike(made)
-    entries, outputs = {}, dict[Any, Any]()
+    found = _found(_key(model, sequence, target))
+    entries = {}
     for cut in cuts:
         all_rows = cost_kinds(
             made,
@@ -191,7 +195,7 @@ def costed_cuts(
             (1, 2, *_MORE_ROWS),
             sequence=sequence,
             target=target,
-            known=outputs,
+            found=found,
         )
         costs = [
             [astuple(one), astuple(two), [each.temporary for each in more]]
@@ -208,6 +212,14 @@ def costed_cuts(
         if not few:
             entries[str(cut)] |= _written_rows(rows)
     return entries
+
+
+@lru_cache(maxsize=1)  # a search costs many cuts of one model, call by call
+def _found(key: str) -> Found:
+    """The costs of pieces found in this process for the model of one cache file."""
+    from .pieces import Found
+
+    return Found()
 
 
 def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
@@ -336,15 +348,35 @@ def _load(row: Sequence[Any]) -> Load:
 def _read(file: Path) -> dict[str, Any]:
     """The contents of a cache file; empty if it is missing or incomplete."""
     try:
-        # Keyed by the file's state, so that a changed file is read again.
-        state = file.stat()
-        return dict(_parsed(file, state.st_mtime_ns, state.st_size))
+        state = _state(file.stat())
+        if file not in _SEEN or _SEEN[file][0] != state:
+            _remember(file, state, _parsed(file))
+        return dict(_SEEN[file][1])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
-@lru_cache(maxsize=4)  # a search reads it several times
-def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
+# A file's time and size in bytes: a file in another state is read again.
+_State = tuple[int, int]
+# Contents of the files read or written last. A search costs cut after cut, and each one
+# is added to a file that grows.
+_SEEN: dict[Path, tuple[_State, dict[str, Any]]] = {}
+_MOST_SEEN = 4
+
+
+def _state(found: os.stat_result) -> _State:
+    return found.st_mtime_ns, found.st_size
+
+
+def _remember(file: Path, state: _State, known: Mapping[str, Any]) -> None:
+    _SEEN.pop(file, None)
+    if len(_SEEN) == _MOST_SEEN:
+        oldest = next(iter(_SEEN))
+        del _SEEN[oldest]
+    _SEEN[file] = state, dict(known)
+
+
+def _parsed(file: Path) -> dict[str, Any]:
     known: dict[str, Any] = json.loads(file.read_bytes())
     # Converted once and thrown away: a damaged file shows here.
     for entry in known.values():
@@ -365,4 +397,7 @@ def _write(file: Path, known: Mapping[str, Any]) -> None:
         text = json.dumps(known, separators=(",", ":"))
         with os.fdopen(handle, "w") as out:
             out.write(text)
+            out.flush()
+            state = _state(os.fstat(out.fileno()))
         os.replace(name, file)
+        _remember(file, state, known)

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm import Message, TallyWorld
-from ..layout import Layout, LayoutError, StagedPieces, piece_layout
+from ..layout import Layout, LayoutError, Mesh, StagedPieces, piece_layout
 from ..layout.choices import DTYPES, PRECISIONS
 from ..models import ExpertsPart
 from ..models.experts import CHOICES
 from ..models.mtp import HIDDEN, look_ahead
-from ..parallel import Model, Piece, Precision, time_multiple
+from ..parallel import Model, Piece, Precision, Unit, time_multiple
 from ..parallel.batch import edge_shape
 from ..parallel.experts import SENT, cut_blocks
 from ..parallel.kinds import alike, one_of_each
@@ -36,6 +37,21 @@ from .target import Target, fuse
 
 # Shape and dtype of a tensor on meta.
 Like = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Results that costings of one model share.
+
+    `outputs` are those of operations, by the tensors given. `pieces` are costs and
+    outputs of pieces, by everything that these depend on.
+    """
+
+    outputs: Known = field(default_factory=dict)
+    pieces: dict[Any, tuple[PieceCost, dict[str, Like]]] = field(
+        default_factory=dict
+    )
+
 
 COMPUTE = {name: getattr(torch, DTYPES[name].torch) for name in PRECISIONS}
 
@@ -56,10 +72,10 @@ def piece_costs(
     whole backward counts as input_gradient, or as weight_gradient for a piece without
     an input.
     """
-    (found,) = cost_kinds(
+    (costs,) = cost_kinds(
         model, layout, (rows,), sequence=sequence, target=target
     )
-    return tuple(found[kind] for kind in alike(model))
+    return tuple(costs[kind] for kind in alike(model))
 
 
 def cost_kinds(
@@ -69,11 +85,12 @@ def cost_kinds(
     *,
     sequence: int = 0,
     target: str = "cuda",
-    known: Known | None = None,
+    found: Found | None = None,
 ) -> list[tuple[PieceCost, ...]]:
     """One PieceCost for each kind of piece, for each number of rows.
 
-    Pass the same `known` when costing many layouts.
+    Pass the same `found` when costing many layouts of one model, at one sequence length
+    and for one target.
     """
     if model.shape is None:
         raise LayoutError(
@@ -87,7 +104,7 @@ def cost_kinds(
     compute = COMPUTE[cut.precision]
     # Masters and gradient sums are in float32 or wider.
     wide = torch.promote_types(compute, torch.float32)
-    known = {} if known is None else known
+    found = Found() if found is None else found
     blocks = range(1, len(few.pieces) - 1)
     # The last rank of a ring merges most; along tp all ranks are equal.
     world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
@@ -100,7 +117,7 @@ def cost_kinds(
         for _, module in few.pieces:
             fuse(module.modules(), target)
         # 3. Each piece forward and backward, for every number of rows.
-        found = []
+        every = []
         for count in rows:
             batch = held.complete(_batch(few, cut, count, sequence, compute))
             # between pieces: (B, T / cp, hidden), or (B, T / cp / tp, hidden) with seq
@@ -110,25 +127,50 @@ def cost_kinds(
             costs, comes = list[PieceCost](), dict[str, Like]()
             like = edge, compute
             for n in range(len(few.pieces)):
-                cost, out = run(
-                    held.pieces[n],
-                    into(held.pieces[n], like, comes),
-                    batch,
-                    world.ledger,
-                    known,
-                    target=target,
-                    selected=cut.recompute == "selective" and n in blocks,
-                    # The head is mostly the loss, which stays outside the compiled
-                    # graph.
-                    compiled=bool(cut.compile) and n in blocks,
-                )
-                costs.append(with_derived(cost, held, held.pieces[n], batch))
+                piece = held.pieces[n]
+                key = n, count, cut.experts_apart, felt_cut(piece, cut)
+                if key not in found.pieces:
+                    cost, out = run(
+                        piece,
+                        into(piece, like, comes),
+                        batch,
+                        world.ledger,
+                        found.outputs,
+                        target=target,
+                        selected=cut.recompute == "selective" and n in blocks,
+                        # The head is mostly the loss, which stays outside the
+                        # compiled graph.
+                        compiled=bool(cut.compile) and n in blocks,
+                    )
+                    cost = with_derived(cost, held, piece, batch)
+                    found.pieces[key] = cost, out
+                cost, out = found.pieces[key]
+                costs.append(cost)
                 # Outputs of a block's parts are the inputs of the next part.
                 comes |= out
-            found.append(tuple(costs))
+            every.append(tuple(costs))
     finally:
         world.clear()
-    return found
+    return every
+
+
+def felt_cut(piece: Piece, cut: Layout) -> Layout:
+    """The part of a cut that this piece's cost depends on.
+
+    Only experts depend on the number of ranks that share them: tokens travel between
+    pieces, so the other pieces neither hold less nor send more.
+    """
+    if isinstance(piece.module, ExpertsPart) or any(
+        map(_of_experts, piece.units)
+    ):
+        return cut
+    axes = tuple(axis for axis in cut.mesh.axes if axis.name != "ep")
+    return replace(cut, mesh=Mesh(axes))
+
+
+def _of_experts(unit: Unit) -> bool:
+    """True for the unit of a piece's experts beside its own unit."""
+    return unit.number != unit.piece
 
 
 def with_derived(
@@ -322,8 +364,6 @@ def _run(
         frozen=float(sum(unit.numel for unit in own if unit.frozen)),
         edge=float(leaves),
         selected=float(part),
-        experts=float(
-            sum(u.numel for u in own if inside or u.number != u.piece)
-        ),
+        experts=float(sum(u.numel for u in own if inside or _of_experts(u))),
     )
     return cost, out
