@@ -116,5 +116,5 @@ def test_a_read_and_a_mix_of_devices_would_be_seen(
     results: dict[tuple[str, ...], Any],
 ) -> None:
     reading, mixing = (results[case] for case in WRONG)
-    assert reading[0].count(["a number is read", "_take_loss"]) == 2
+    assert reading[0].count(["a number is read", "_take_losses"]) == 2
     assert "devices" in mixing

@@ -282,8 +282,8 @@ def test_a_loss_scale_that_goes_wrong_is_named(
 def test_a_step_that_overflowed_and_was_not_skipped_is_caught() -> None:
     right = Executor._use_sums
 
-    def use_sums(self: Executor, sums: Tensor) -> None:
-        right(self, sums)
+    def use_sums(self: Executor, *sums: Tensor) -> None:
+        right(self, *sums)
         assert self.norm is not None
         self.norm = self.norm.where(self.norm.isfinite(), 1.0)
 
@@ -435,7 +435,7 @@ def test_a_fault_is_named_by_its_piece_where_time_is_padded(
     fault: Any,
 ) -> None:
     """A sequence of 11 over a ring of 2 is padded to 12."""
-    shape = replace(SHAPES["gqa"], sequence=11)
+    shape = replace(SHAPES[fault.shape], sequence=11)
     assert len(PADDED) >= 4
     with fault.patch():
         [verdict] = verify(shape, [replace(fault.layout, precision="fp64")])
@@ -543,7 +543,10 @@ def test_a_recomputation_that_cannot_fit_is_listed_apart(
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2 1f1b:3", "tp2", "accum:3"])
 def test_a_norm_that_is_not_a_number_is_a_clear_message(layout: str) -> None:
-    def use_sums(self: Executor, sums: Tensor) -> None:
+    right = Executor._use_sums
+
+    def use_sums(self: Executor, *sums: Tensor) -> None:
+        right(self, *sums)
         assert self.norm is not None
         self.norm = self.norm * math.nan
 
