@@ -8,10 +8,12 @@ import pytest
 
 from phalanx.layout import Layout, Shape
 from phalanx.layout.cases import SHAPES
+from phalanx.layout.delta import DELTA_SIZES
 from phalanx.layout.legal import legal
 from phalanx.layout.shape import ShapeError
 
 DELTA = SHAPES["delta"]
+UNUSED = DELTA_SIZES | {"mixers": ()}
 
 
 @pytest.mark.parametrize(
@@ -20,10 +22,17 @@ DELTA = SHAPES["delta"]
         ({"mixers": ("delta", "mamba")}, "mixers names 'mamba'. Write attention or delta"),
         ({"mixers": ("delta",) * 5}, "mixers has 5 words for 4 blocks"),
         ({"mixers": ()}, "delta_heads without a delta layer"),
+        ({"mixers": (), "delta_heads": 0}, "delta_key_heads without a delta layer"),
+        (UNUSED | {"delta_chunk": 8}, "delta_chunk without a delta layer"),
+        ({"kind": "mlp"}, "mixers in an MLP"),
+        (UNUSED | {"kind": "mlp", "mixers": ("attention",)}, "mixers in an MLP"),
         ({"delta_heads": 0}, "delta_heads is missing"),
         ({"delta_key_heads": 3}, "delta_key_heads = 3 does not divide delta_heads = 8"),
         ({"shared_experts": 0}, "shared_gate without shared_experts"),
         ({"rope_dim": 6}, "rope turns rope_dim = 6 of head_dim = 4"),
+        ({"rope_dim": 3}, "rope_dim = 3 is odd"),
+        ({"rope_dim": 0, "head_dim": 5}, "head_dim = 5 is odd"),
+        ({"positions": "learned"}, "rope turns rope_dim = 2 .*positions = 'rope'"),
     ],
 )  # fmt: skip
 def test_sizes_that_no_delta_layer_has_are_named(
@@ -54,6 +63,13 @@ def test_layouts_without_delta_layers_are_refused(
 ) -> None:
     found = legal(Layout.parse(layout), shape, batch=24)
     assert any(says in each.what for each in found)
+
+
+def test_ulysses_divides_heads_of_attention_alone() -> None:
+    layout = Layout.parse("cp2:ulysses")
+    hybrid = replace(DELTA, heads=3, kv_heads=3)
+    assert [each.rule for each in legal(layout, hybrid)] == ["ulysses"]
+    assert legal(layout, replace(hybrid, mixers=("delta",))) == ()
 
 
 def test_blocks_repeat_the_mixers() -> None:

@@ -474,6 +474,12 @@ def test_a_run_that_has_a_checkpoint_or_sizes_of_its_own_is_not_refused(
         refuse_random_by_name(Run(model=model, out=str(tmp_path / "other")))
 
 
+def test_the_loss_of_pairs_has_no_modules_of_later_tokens() -> None:
+    model = "{layers=1,hidden=8,heads=2,vocab=256,mtp=1}"
+    with pytest.raises(RunError, match=r"loss = 'dpo' with mtp = 1.*mtp out"):
+        Run.parse(f'loss = "dpo"\nmodel = {model}\n')
+
+
 def test_exact_is_refused_with_the_loss_of_pairs() -> None:
     text = 'loss = "dpo"\nlayout = "dp2 exact"\n'
     with pytest.raises(RunError, match=r"loss = 'dpo', whose bits"):

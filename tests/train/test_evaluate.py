@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,12 @@ from torch import Tensor
 from hub_models import saved, theirs
 from phalanx.cli import main
 from phalanx.cli.eval_tasks import model_class
+from phalanx.generate.filled import fill
+from phalanx.generate.recomputed import RecomputedReader
+from phalanx.layout import Shape
+from phalanx.parallel import build_model
+from phalanx.train.checkpoint_format import read_manifest
+from phalanx.train.checkpoint_load import TensorReader
 from phalanx.train.data.vocabulary import Bytes
 from phalanx.train.text import open_generator
 
@@ -24,10 +32,25 @@ MODEL = "model={layers=2,hidden=16,heads=2,ffn=32,vocab=256}"
 TEXT = "def main():\n    return 1\n" * 8
 
 
+# Modules that predict later tokens, behind a delta layer and attention.
+AHEAD = (
+    "model={layers=2,hidden=16,heads=2,ffn=32,vocab=256,mtp=2,"
+    "mixers=['delta','attention'],delta_heads=2}"
+)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_run(tmp_path_factory.mktemp("trained"), MODEL)
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_run(tmp_path_factory.mktemp("predicting"), AHEAD)
+
+
+def trained_run(folder: Path, model: str) -> Path:
     """A short run on a text of which a part is held out."""
-    folder = tmp_path_factory.mktemp("trained")
     source = folder / "lines.jsonl"
     rows = [
         json.dumps({"text": f"line {n} of {n * n}\n" * 4}) for n in range(60)
@@ -35,7 +58,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.write_text("\n".join(rows))
     tokens = f"{folder}/tokens"
     assert main(["data", "prepare", str(source), "--out", tokens]) == 0
-    sizes = [MODEL, "steps=3", "batch=8", "sequence=32", "optimizer.lr=0.03"]
+    sizes = [model, "steps=3", "batch=8", "sequence=32", "optimizer.lr=0.03"]
     words = [
         *sizes,
         f"data={tokens}",
@@ -92,9 +115,11 @@ def test_the_loss_on_a_text_is_that_of_transformers(
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
 
 
+@pytest.mark.parametrize("run", ["trained", "predicting"])
 def test_without_data_it_is_the_loss_that_the_run_has_validated(
-    trained: Path, capsys: Capture
+    run: str, request: pytest.FixtureRequest, capsys: Capture
 ) -> None:
+    trained: Path = request.getfixturevalue(run)
     lines = (trained / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     (last,) = [r for r in records if r["event"] == "validation"]
@@ -105,6 +130,29 @@ def test_without_data_it_is_the_loss_that_the_run_has_validated(
     )
     trained_on = evaluated(capsys, trained, "--split", "train")
     assert trained_on["tokens"] > 5 * found["tokens"]
+
+
+def test_modules_of_later_tokens_do_not_change_what_is_read(
+    predicting: Path,
+) -> None:
+    """The whole sequence again for each token, as delta layers have no cache."""
+    (path,) = (predicting / "checkpoints").glob("step-*")
+    with TensorReader(path, read_manifest(path)) as reader:
+        weights = {
+            name: reader.whole(each)
+            for (kind, name), each in reader.tensors.items()
+            if kind == "weight"
+        }
+    shape = Shape.of(tomllib.loads(AHEAD)["model"])
+    whole, bare = build_model(shape), build_model(replace(shape, mtp=0))
+    fill(bare, {name: weights[name] for name in bare.weights}, torch.float32)
+    fill(whole, weights, torch.float32)
+    readers = [RecomputedReader(each, torch.float32) for each in (whole, bare)]
+    tokens = torch.tensor([list(b"line 7 of")])
+    with torch.no_grad():
+        found, wanted = (reader.logits(tokens, 3) for reader in readers)
+    assert found.equal(wanted)
+    assert main(["sample", str(predicting), "--prompt", "li"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,13 @@ from phalanx.cli.train import run as main_train
 from phalanx.cli.usage import UsageError
 from phalanx.comm import launch
 from phalanx.layout import Layout, LayoutError, Shape, host, staged_pieces
-from phalanx.layout.families import code_of, config_of, family_of, shape_of
+from phalanx.layout.families import (
+    code_of,
+    config_of,
+    family_of,
+    hub_shape,
+    shape_of,
+)
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
 from phalanx.models.decoder import Head
@@ -246,6 +252,26 @@ def test_tensors_that_predict_further_tokens_are_not_read(
     save_file(table, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"other.fc.weight"):
         HubReader(folder)
+
+
+def test_layer_types_are_those_of_all_blocks(tmp_path: Path) -> None:
+    """Qwen3-Next's, which may be full attention in all of them."""
+    theirs("qwen3_next").config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+
+    def read(*types: str) -> Shape:
+        path.write_text(json.dumps(config | {"layer_types": types}))
+        return hub_shape(str(tmp_path))
+
+    shape = read(*["full_attention"] * 3)
+    assert not any(shape.delta(piece) for piece in range(shape.pieces))
+    assert shape.delta_heads == 0
+    with pytest.raises(LayoutError, match="layer_types names 2 of 3 blocks"):
+        read("linear_attention", "full_attention")
+    other = "sliding_attention"
+    with pytest.raises(LayoutError, match=f"layer_types has {other}"):
+        read("linear_attention", "full_attention", other)
 
 
 # ---- training

@@ -122,6 +122,17 @@ def test_a_rank_that_cannot_open_the_model_says_why(tmp_path: Path) -> None:
     assert "missing" in raised.value.refusal
 
 
+def test_ranks_do_not_share_a_model_with_delta_layers(tmp_path: Path) -> None:
+    source = f"hf:{saved(theirs('qwen3_next'), tmp_path / 'hub')}"
+    layout = Layout.parse("tp2")
+    with (
+        pytest.raises(RankFailed) as raised,
+        open_over_ranks(open_shared_generator, 2, source, layout),
+    ):
+        pass
+    assert "delta layers have no cache" in raised.value.refusal
+
+
 def test_an_interruption_while_the_ranks_read_their_weights_ends_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

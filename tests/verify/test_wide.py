@@ -12,7 +12,7 @@ import torch
 from phalanx.layout import Layout
 from phalanx.parallel import build_model
 from phalanx.parallel.data import Precision
-from phalanx.verify import SHAPES
+from phalanx.verify import SHAPES, verify
 from phalanx.verify.wide import MOVES, NARROW, looked_at
 from seeded import setting_of, trained
 
@@ -56,6 +56,15 @@ def test_layouts_of_every_kind_of_block_compute_in_16_bits_what_the_table_says(
             trained(replace(layout, precision="fp32"), shape, setting).breaches
             == ()
         )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_layouts_of_delta_layers_compute_in_16_bits_what_the_table_says(
+    dtype: str,
+) -> None:
+    layouts = Layout.parse_many("tp2 cp2 seq; dp2 zero3; pp2 ep2 1f1b:3")
+    verdicts = verify(SHAPES["delta"], layouts, dtype=dtype, steps=1)
+    assert [v.first_difference for v in verdicts] == ["", "", ""]
 
 
 def test_operations_are_looked_at_in_16_bits_and_of_built_in_models_alone() -> (

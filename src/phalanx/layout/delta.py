@@ -7,8 +7,8 @@ A block has one in the place of attention. `models/delta.py` is the layer itself
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .codec import Mistake, key
 
@@ -44,6 +44,14 @@ class DeltaKeys:
     )
 
 
+# The sizes of a layer, and their values in a shape without one.
+DELTA_SIZES: dict[str, Any] = {
+    each.name: each.default
+    for each in fields(DeltaKeys)
+    if each.name != "mixers"
+}
+
+
 class DeltaWeight(NamedTuple):
     """A weight of a layer: its name in the block, its dims by name, their lengths."""
 
@@ -76,10 +84,10 @@ def delta_mistakes(shape: Shape) -> Iterator[Mistake]:
             f"mixers has {len(shape.mixers)} words for {shape.layers} blocks"
         )
         yield Mistake("mixers", what, "Write at most one for each block")
+    if shape.mixers and shape.kind != "decoder":
+        yield Mistake("mixers", "mixers in an MLP", "Leave them out")
     if DELTA not in shape.mixers:
-        if shape.delta_heads:
-            what = "delta_heads without a delta layer"
-            yield Mistake("delta_heads", what, "Write mixers, or leave it out")
+        yield from _unused(shape)
         return
     if not shape.delta_heads:
         what = "delta_heads is missing"
@@ -88,8 +96,18 @@ def delta_mistakes(shape: Shape) -> Iterator[Mistake]:
         what = f"delta_key_heads = {shape.delta_key_heads} does not divide"
         what += f" delta_heads = {shape.delta_heads}"
         yield Mistake("delta_key_heads", what, "Write a divisor")
-    if shape.kind != "decoder":
-        yield Mistake("mixers", "mixers in an MLP", "Leave them out")
+
+
+def _unused(shape: Shape) -> Iterator[Mistake]:
+    """Sizes of delta layers in a shape without one."""
+    for name, default in DELTA_SIZES.items():
+        if getattr(shape, name) == default:
+            continue
+        what = f"{name} without a delta layer"
+        yield Mistake(name, what, "Write mixers, or leave it out")
+        # The values that follow from it were not written.
+        if name == "delta_heads":
+            return
 
 
 def delta_weights(shape: Shape) -> Iterator[DeltaWeight]:

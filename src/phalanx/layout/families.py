@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .codec import decode, key
-from .delta import ATTENTION, DELTA
+from .delta import ATTENTION, DELTA, DELTA_SIZES
 from .files import parse_json, read_text
 from .hub import config_folder
 from .mesh import LayoutError
@@ -396,7 +396,7 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         and _turned_part(config, rope) not in (None, 1),
         "rope_theta is no number": type(theta) not in (int, float),
     }
-    mixers = _mixers(config, family)
+    mixers = _mixers(config, family, reasons)
     # The blocks that are not attention have no window.
     windows = () if mixers else tuple(_windows(config, family, reasons))
     stretch = _stretch(config, rope, kind, reasons)
@@ -434,6 +434,9 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         given["rope_local_theta"] = float(theta or 0)
     if family.mixers:
         given |= {"mixers": mixers} | _beside_mixers(config, rope, where)
+        # The file has the sizes of delta layers even if no block is one.
+        if DELTA not in mixers:
+            given |= DELTA_SIZES
     if config.kv_lora_rank:
         # A head has features without positions and features that rope turns.
         given["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -539,7 +542,9 @@ def _turned_part(config: _Config, rope: Mapping[str, Any]) -> Any:
     return rope.get("partial_rotary_factor", config.partial_rotary_factor)
 
 
-def _mixers(config: _Config, family: Family) -> tuple[str, ...]:
+def _mixers(
+    config: _Config, family: Family, reasons: dict[str, Any]
+) -> tuple[str, ...]:
     """The mixer of each block, over the shortest repeating pattern."""
     if not family.mixers:
         return ()
@@ -553,6 +558,11 @@ def _mixers(config: _Config, family: Family) -> tuple[str, ...]:
         ]
     else:
         mixers = [words.get(name, name) for name in types]
+        others = ", ".join(sorted({each[:30] for each in types} - {*words}))
+        reasons[f"layer_types has {others}"] = others
+        reasons[f"layer_types names {len(types)} of {count} blocks"] = (
+            len(types) != count
+        )
     for period in range(1, count):
         if all(x == mixers[n % period] for n, x in enumerate(mixers)):
             return tuple(mixers[:period])

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
-from .delta import DELTA
+from .delta import ATTENTION, DELTA
 from .exact import (
     EXPERTS_IN_PARTS,
     no_subtree,
@@ -201,7 +201,9 @@ def _context(
         )
         return
     ulysses, heads = x.mesh.of("cp.ulysses"), s.heads // x.tp
-    if s.heads % x.tp == 0 and heads % ulysses:
+    # Ulysses divides the heads of attention; delta layers pass states.
+    attends = ATTENTION in (s.mixers or (ATTENTION,))
+    if attends and s.heads % x.tp == 0 and heads % ulysses:
         what = f"ulysses={ulysses} does not divide the {heads} heads of a rank"
         way_out = f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring."
         yield Violation(

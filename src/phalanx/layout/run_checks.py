@@ -88,6 +88,9 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
     except LayoutError as error:
         what = f"model = {run.model!r}: {str(error).rstrip('.')}"
         yield Mistake("model", what, "See `phalanx check --help`")
+    if run.loss and shape is not None and shape.mtp:
+        what = f"loss = {run.loss!r} with mtp = {shape.mtp}, whose modules have losses of their own"
+        yield Mistake("loss", what, "Leave mtp out")
     yield from _layout(run, shape)
     for each in run.fallbacks:
         yield from (

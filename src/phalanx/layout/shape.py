@@ -291,6 +291,7 @@ class Shape(DeltaKeys):
                 "Leave out gated = false, or write gelu or silu",
             )
         yield from self._unlike_latents()
+        yield from self._unpaired()
         yield from self._unpredicted()
         yield from self._unlike_gates()
         if not self.experts:
@@ -333,7 +334,8 @@ class Shape(DeltaKeys):
             if self.q_latent or self.value_dim:
                 what = "q_latent or value_dim without kv_latent"
                 yield Mistake("kv_latent", what, "Write it, or none of them")
-            if self.rope_dim > self.head_dim:
+            unturned = self.rope_dim > 0 and self.positions != "rope"
+            if unturned or self.rope_dim > self.head_dim:
                 yield self._turns_too_much()
             return
         # Each head expands its own key from the latent.
@@ -344,6 +346,18 @@ class Shape(DeltaKeys):
             )
         if self.positions != "rope" or self.rope_dim > self.head_dim:
             yield self._turns_too_much()
+
+    def _unpaired(self) -> Iterator[Mistake]:
+        """An odd number of features for rope, which turns pairs."""
+        turns = self.kind == "decoder" and self.positions == "rope"
+        if turns and self.turned % 2:
+            name = "rope_dim" if self.rope_dim else "head_dim"
+            what = f"{name} = {self.turned} is odd, and rope turns pairs"
+            way_out = "Write an even number"
+            # It follows from these if it is not written.
+            if name == "head_dim":
+                way_out += ", or other heads: it is hidden / heads by default"
+            yield Mistake(name, what, way_out)
 
     def _turns_too_much(self) -> Mistake:
         what = f"rope turns rope_dim = {self.rope_dim} of head_dim = {self.head_dim}"

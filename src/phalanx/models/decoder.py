@@ -442,7 +442,8 @@ class PredictingHead(Head):
     """A head with the losses of the next token and of the modules' tokens.
 
     `x` is the hidden state of the last module, and `hidden` those of the last block and
-    of the modules before. The second loss is a sum over all modules.
+    of the modules before. The second loss is a sum over all modules. Without `hidden`,
+    `x` is that of the last block, and the next token's loss is the only one.
     """
 
     def __init__(
@@ -461,8 +462,14 @@ class PredictingHead(Head):
         self.extra_losses = {SECOND_LOSS: ExtraLoss(1 / len(norms), weight)}
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, targets: Tensor, ahead_targets: Tensor, hidden: Tensor
+        self,
+        x: Tensor,
+        targets: Tensor,
+        ahead_targets: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> dict[str, Tensor]:
+        if ahead_targets is None or hidden is None:
+            return {"x": super().forward(x, targets)}
         modules = len(self.predicted)
         first, *others = hidden.chunk(modules)
         states = zip(self.predicted, (*others, x), strict=True)

@@ -256,7 +256,9 @@ class GatedDelta(nn.Module):
         y = self.core(mixed, taps, -rate * steps, strength, documents)
         gate = self.in_z(x).view(y.shape)
         normed = self.head_norm(y.to(x.dtype))
-        y = normed * F.silu(gate)
+        # The gate is applied in float32, as in transformers.
+        gated = normed * F.silu(gate.to(wide))
+        y = gated.to(x.dtype)
         out: Tensor = self.out(y.flatten(2))
         return out
 

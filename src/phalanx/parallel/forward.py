@@ -53,18 +53,33 @@ class Inputs:
 def forward_loss(
     model: Model, batch: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Return the summed loss of a batch, computed in `dtype`."""
+    """Return the summed loss of a batch's targets, computed in `dtype`.
+
+    Modules that predict later tokens do not run: the head computes the next token's
+    loss alone.
+    """
     # As training does: what depends on the batch alone is computed once.
     derived = {
         name: make(batch, dtype) for name, make in model.derived.items()
     }
     inputs = Inputs(model, {**batch, **derived})
     given: dict[str, Tensor] = {}
+    skipped = _modules(model)
     for number, (_, piece) in enumerate(model.pieces):
+        if number in skipped:
+            continue
         mine, named = inputs.of(number)
         given = tensors_of(piece(*mine, **named))
         inputs.gave(number, given)
     return next(iter(given.values()))
+
+
+def _modules(model: Model) -> range:
+    """The pieces that predict later tokens: those between the blocks and the head."""
+    if model.shape is None or not model.shape.mtp:
+        return range(0)
+    last = len(model.pieces) - 1
+    return range(1 + model.shape.layers, last)
 
 
 def tensors_of(out: Any) -> dict[str, Tensor]:

@@ -47,17 +47,26 @@ _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 NARROW = {
     "models/attention.py:Attention.projected": "mul",
     "models/attention.py:Core.forward": _FLASH,
+    # gates of attention and of shared experts, as in transformers
+    "models/attention.py:HeadsAttention.forward": "mul sigmoid",
     "models/attention.py:LatentAttention.projected": "mul",
     "models/decoder.py:_add_mlp": "add",
     "models/decoder.py:_attend": "add",
     "models/decoder.py:Embed.forward": "add mul",
     "models/decoder.py:MergingPart.forward": "add",
     "models/decoder.py:Mlp.forward": "gelu silu",
+    # The convolution before the delta rule and its activation are in 16 bits. The
+    # rule, its decays and its gate have 32.
+    "models/delta.py:DeltaCore.forward": "silu",
+    "models/delta.py:GatedDelta.forward": "_to_copy",
+    "models/delta.py:short_convolution": "add mul",
     "models/experts.py:ExpertProducts.on_sorted": "addmm mm",
     "models/experts.py:Experts.with_terms": "add",
     "models/experts.py:Merge.forward": "_to_copy",
+    "models/experts.py:SharedGate.forward": "mm sigmoid",
     "models/experts.py:_Repeated.backward": "sum",
     "models/experts.py:_Share.forward": "div",
+    "models/experts.py:_of_shared": "mul",
     "models/experts.py:gated": "add clamp gelu mul sigmoid silu",
     "models/kernels.py:_cpu": _FLASH,
     "models/kernels.py:_cpu_back": f"{_FLASH}_backward",
