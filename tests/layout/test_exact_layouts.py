@@ -39,6 +39,8 @@ def test_counts_that_are_no_subtrees_are_refused_with_those_that_are(
         ("tp3 exact:4", "exact does not cover tp3: .* Use tp2, tp4 or tp8"),
         ("exact:0", "'exact:0': write 1 part or more"),
         ("exact:2048", "exact:2048: write 1 to 1024 parts"),
+        ("exact:1x2048", "exact:1x2048: write 1 to 1024 parts"),
+        ("exact:6x4", "exact:6x4: .* exact:4x4 or exact:8x4"),
         ("ep2 dp2 exact", "exact with ep before dp: .* Write dp before ep"),
         ("dp2 ep3 exact", "does not cover dp2 with ep3: .* power of two"),
         ("tp2 seq experts:tp exact:2", "does not cover experts:tp yet"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,15 @@ STEPS = 5
 LENGTHS = [0.2, 0.5, 1.3, 0.1, 0.8, 2.0]  # of documents, in sequences
 
 
-def faults(out: Path, *words: str, chats: bool = False) -> list[str]:
+def faults(
+    out: Path,
+    *words: str,
+    chats: bool = False,
+    documents: Sequence[float] = LENGTHS * 4,
+) -> list[str]:
     words = "model=tiny", "steps=100", "batch=4", "layout=dp2", *words
     run = Run.parse("", "run", words)
-    lengths = LENGTHS * 4, chats
+    lengths = [*documents], chats
     with swapped(
         import_module("phalanx.verify.run_data"),
         "_lengths",
@@ -51,6 +56,18 @@ def test_batches_of_every_kind_are_explained_by_their_documents(
     words = [f"document_masks={masks}"]
     words += [f"packing={packing}"] * bool(packing)
     assert faults(tmp_path, *words, chats=chats) == []
+
+
+@pytest.mark.parametrize("packing", ["bfd", "none"])
+@pytest.mark.parametrize(
+    "seed", [1, 2]
+)  # of equal documents, if not told apart
+def test_documents_of_two_tokens_are_told_apart(
+    seed: int, packing: str, tmp_path: Path
+) -> None:
+    words = "document_masks=false", f"packing={packing}", f"seed={seed}"
+    short = [0.02] * 40
+    assert faults(tmp_path, *words, documents=short) == []
 
 
 def _filled(
@@ -90,6 +107,14 @@ def padding_is_a_token(row: dict[str, Any]) -> None:
     row["tokens"][row["documents"] < 0] = 7
 
 
+def documents_are_beyond_the_last(row: dict[str, Any]) -> None:
+    row["documents"][row["documents"] >= 0] += 1000
+
+
+def documents_are_negative(row: dict[str, Any]) -> None:
+    row["documents"][row["documents"] >= 0] -= 1000
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -98,6 +123,8 @@ def padding_is_a_token(row: dict[str, Any]) -> None:
         (targets_are_one_late, "in its targets"),
         (a_target_is_missing, "has -100 in its targets"),
         (documents_are_one, ""),
+        (documents_are_beyond_the_last, "token 0 of a row has document 10"),
+        (documents_are_negative, "token 0 of a row has document -"),
         (padding_is_a_token, "padding has 7 in its tokens"),
     ],
 )

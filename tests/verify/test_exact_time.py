@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exact_list import CHOICES, covering_list, layout_of
-from phalanx.layout import Layout, LayoutError
+from phalanx.layout import Layout, LayoutError, Shape
 from phalanx.layout.cases import SHAPES
 from phalanx.layout.choices import BF16, FP16, FP32
 from phalanx.layout.exact import folded
@@ -46,6 +46,27 @@ def test_layouts_of_cp_have_the_bits_of_one_process(
     model: str, text: str, precision: str
 ) -> None:
     assert not differences(SHAPES[model], text, precision)
+
+
+SMALL = Shape(
+    "small", layers=1, hidden=16, heads=4, ffn=32, vocab=32, sequence=16
+)
+LATENT = {"kv_latent": 8, "rope_dim": 4, "value_dim": 4, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"kv_heads": 2}, "cp2 exact:4x4; cp2 exact:4x2"),
+        ({"kv_heads": 4, **LATENT}, "cp2 exact:2x2; tp2 cp2 seq exact:2x2"),
+    ],
+)
+def test_parts_of_products_that_share_a_weight_have_them_too(
+    sizes: dict[str, int], text: str
+) -> None:
+    """Two parts of the heads have one key head, or one latent vector."""
+    shape = replace(SMALL, **sizes)
+    assert not differences(shape, text, FP32, steps=1)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from phalanx.cli.main import main
 from phalanx.comm import CommMisuse, RankFailed, World, regions
 from phalanx.comm.launch import launch
-from phalanx.layout import Layout, Shape, legal
+from phalanx.layout import Layout, LayoutError, Shape, legal
 from phalanx.parallel import Model, build_model
 from phalanx.verify import (
     SHAPES,
@@ -527,3 +527,9 @@ def test_a_wrong_request_is_one_sentence_and_code_2(
     said = capsys.readouterr().err
     assert words in said
     assert "Traceback" not in said
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_ranks_start() -> None:
+    layouts = Layout.parse_many("cp4:ulysses")
+    with pytest.raises(LayoutError, match="ulysses=4 does not divide the 2"):
+        list(verify(SHAPES["gqa"], layouts))

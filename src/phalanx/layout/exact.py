@@ -133,11 +133,12 @@ def _shared_experts(x: Layout) -> list[str]:
 def _unsplit(x: Layout) -> list[str]:
     """Explain why the parts cannot be divided among the tp ranks, or return []."""
     parts = x.exact
+    times = f"x{x.time_parts}" if x.time_parts > 1 else ""
     if parts & (parts - 1):
         lower = 1 << parts.bit_length() - 1
         return [
-            f"exact:{parts}: the parts of a product are added in pairs. Use a power"
-            f" of two: exact:{lower} or exact:{2 * lower}"
+            f"{exact_word(x)}: the parts of a product are added in pairs. Use a power"
+            f" of two: exact:{lower}{times} or exact:{2 * lower}{times}"
         ]
     tp = x.mesh.of("tp")
     if parts % tp == 0:
@@ -149,7 +150,7 @@ def _unsplit(x: Layout) -> list[str]:
         ]
     return [
         f"{exact_word(x)} with tp{tp}: each rank computes whole parts of a product. Write"
-        f" exact:{tp}, or exact:{2 * tp}"
+        f" exact:{tp}{times}, or exact:{2 * tp}{times}"
     ]
 
 

@@ -423,7 +423,8 @@ def _check_values(x: Layout) -> None:
             f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function"
         )
     if not (0 <= x.exact <= PARTS and 1 <= x.time_parts <= PARTS):
-        wrong.append(f"exact:{x.exact}: write 1 to {PARTS} parts")
+        times = "" if x.time_parts == 1 else f"x{x.time_parts}"
+        wrong.append(f"exact:{x.exact}{times}: write 1 to {PARTS} parts")
     elif x.time_parts > 1 and not x.exact:
         wrong.append(
             f"time_parts={x.time_parts}: only exact computes runs of the sequence apart"

@@ -50,12 +50,12 @@ class WeightsOfTime:
                 unit, name = self.owners[weight]
                 if not isinstance(unit, ExactUnit):
                     continue  # frozen
+                alias = unit.of_slot(name, weight, number)
+                # Parts that share a linear's weight take it from the table.
+                yield table, key, alias
                 product = own.get("weight_product")
                 if key == "weight" and product is not None:
                     yield own, "weight_product", partial(product, slot=number)
-                else:
-                    alias = unit.of_slot(name, weight, number)
-                    yield table, key, alias
 
 
 class InTime:

@@ -154,7 +154,12 @@ class RowReader:
         """Return the text whose tokens begin at this place of the row."""
         numbers: Sequence[int] = range(len(self.texts))
         if self.masks:
-            numbers = [row["documents"][place]]
+            own = row["documents"][place]
+            if not 0 <= own < len(self.texts):
+                raise WrongRow(
+                    f"token {place} of a row has document {own}, and there are {len(self.texts)}"
+                )
+            numbers = [own]
         tokens = row["tokens"][place:]
         for number in numbers:
             text = self.texts[number].tokens

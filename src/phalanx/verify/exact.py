@@ -155,16 +155,17 @@ def verify_exact(
             return _bits(run, one, make, setting)
 
     @cache
-    def wrong_alone(microbatches: int, name: str, parts: Parts) -> str:
+    def apart(microbatches: int, name: str, parts: Parts) -> str:
         terms = microbatches, name, parts
-        trace = alone(*terms).trace
-        wrong = _wrong_alone(
-            one_process(*terms), trace, make, setting_of(*terms)
-        )
-        # Bounds of 16 bits are wide, so the same process is compared in float32, too.
-        if wrong or name == FP32:
+        one, trace = one_process(*terms), alone(*terms).trace
+        return _wrong_alone(one, trace, make, setting_of(*terms))
+
+    def wrong_alone(microbatches: int, name: str, parts: Parts) -> str:
+        wrong = apart(microbatches, name, parts)
+        if wrong:
             return wrong
-        wide = wrong_alone(microbatches, FP32, parts)
+        # Bounds of 16 bits are wide, so the same process is compared in float32, too.
+        wide = apart(microbatches, FP32, parts)
         return f"in float32 {wide}" if wide else wrong_modules()
 
     @cache

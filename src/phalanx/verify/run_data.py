@@ -55,8 +55,8 @@ def write_documents(
     for name, most in zip(SPLITS, wanted, strict=True):
         starts = _starts(sizes, max(2 * TOKENS, most))
         count = int(starts[-1])
-        tokens = draw.integers(0, words, count).astype("<u2")
-        tokens.tofile(path / f"{name}.tokens")
+        tokens = _tokens(draw, starts, words)
+        tokens.astype("<u2").tofile(path / f"{name}.tokens")
         starts.astype("<i8").tofile(path / f"{name}.documents")
         if answers:
             # Every five tokens end with three that are trained on.
@@ -67,6 +67,18 @@ def write_documents(
         FORMAT, VERSION, "random", Splits(*splits), "u2", words, None
     )
     (path / INDEX).write_text(json.dumps(asdict(index)))
+
+
+def _tokens(
+    draw: np.random.Generator, starts: NDArray[np.int64], words: int
+) -> NDArray[np.int64]:
+    """Return random tokens of documents. The first two tell a document from the others,
+    unless there are more documents than pairs of words."""
+    tokens = draw.integers(0, words, int(starts[-1]))
+    first = starts[:-1]
+    pairs = np.resize(draw.permutation(words * words), len(first))
+    tokens[first], tokens[first + 1] = np.divmod(pairs, words)
+    return tokens
 
 
 def _starts(sizes: list[int], most: int) -> NDArray[np.int64]:

@@ -26,7 +26,7 @@ from ..comm import RankFailed
 from ..comm.devices import Devices
 from ..comm.late import late_worlds
 from ..comm.launch import Runner, workers
-from ..layout import Layout, LayoutError, Shape
+from ..layout import Layout, LayoutError, Shape, legal
 from ..layout.choices import COMPARED, DTYPES, FP64, THREADS
 from ..layout.files import read_text
 from ..layout.source import running_modules
@@ -149,6 +149,7 @@ def verify(
     make = partial(with_z_loss, make, z_loss) if z_loss else make
     known, model = logged(log), make()
     for layout in layouts:
+        _refuse_illegal(layout, shape)
         refuse_unfit(model, layout)
         refuse_mixing(model, layout)
     precision = precision_named(dtype)
@@ -201,6 +202,13 @@ def verify(
                 with log.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
             yield verdict
+
+
+def _refuse_illegal(layout: Layout, shape: Shape) -> None:
+    """Raise with every rule that a layout breaks: kernels may end the process."""
+    if wrong := legal(layout, shape):
+        reasons = "\n".join(map(str, wrong))
+        raise LayoutError(f"{layout} does not fit {shape.name}:\n{reasons}")
 
 
 def own_forward(make: Callable[[], Model]) -> OwnForward | None:
