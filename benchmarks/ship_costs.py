@@ -1,11 +1,15 @@
 """The costs of named sizes that come with the package, costed anew.
 
     python benchmarks/ship_costs.py           # all of SEARCHES
-    python benchmarks/ship_costs.py 8b 70b    # these sizes
+    python benchmarks/ship_costs.py 8b 405b   # these sizes
+    python benchmarks/ship_costs.py --stamp   # after a change of code that changes no cost
 
 Searches a plan for each size on usual clusters, and writes the cuts that the searches
 and the checks of `planner_times.py` ask for to `src/phalanx/cost/named`. Run it when
 `tests/cost/test_shipped.py` finds that a cost has changed.
+
+With `--stamp` it computes a few cuts of each shipped file anew. If they equal the shipped ones,
+it writes today's digest of the code into the file, else it ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -18,20 +22,28 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.api.plan import request
-from phalanx.cost.cache import cached_costs, cost_file, cost_identity
-from phalanx.cost.shipped import write_shipped
-from phalanx.layout import Layout
+from phalanx.cost.cache import (
+    cached_costs,
+    code_digest,
+    cost_file,
+    cost_identity,
+    costed_cuts,
+)
+from phalanx.cost.shipped import (
+    as_json,
+    read_shipped,
+    shipped_file,
+    write_shipped,
+)
+from phalanx.layout import Layout, Shape
 from phalanx.plan.search import baselines, search
 
 TARGET = "cuda"
 # Clusters and sequence lengths (0: the size's own) that a size is searched for.
 SEARCHES: dict[str, tuple[tuple[str, int], ...]] = {
-    "1b": (("rtx-4090x4", 0), ("h100x8", 0)),
     "8b": (("h100x64", 0), ("h100x8", 0), ("h100x512", 0)),
-    "70b": (("h100x64", 0), ("h100x256", 0), ("h100x1024", 0)),
     "405b": (("h100x16384", 0), ("h100x16384", 131_072)),
     "1t-gpt": (("h100x98304", 0),),
-    "8x7b": (("h100x64", 0),),
 }
 _TOKENS = {"405b": 16 * 2**20}  # in a step
 # Cuts that `phalanx check` asks for.
@@ -39,9 +51,41 @@ _CHECKED = ("", "tp8", "tp8 zb-h1", "tp8 seq", "tp8 seq zb-h1")
 
 
 def main() -> None:
-    for name in sys.argv[1:] or SEARCHES:
+    words = sys.argv[1:]
+    stamped = "--stamp" in words
+    names = [word for word in words if word != "--stamp"]
+    for name in names or SEARCHES:
+        if stamped:
+            stamp(name)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             ship(name, Path(folder))
+
+
+def stamp(name: str) -> None:
+    """Write today's digest into a size's files, if a few cuts have the costs that they hold."""
+    for sequence in dict.fromkeys(each for _, each in SEARCHES[name]):
+        shape = Shape.load(name)
+        if sequence:
+            shape = replace(shape, sequence=sequence)
+        file = shipped_file(name, shape.sequence)
+        held = read_shipped(file)
+        cuts = sorted(held["cuts"])
+        # The last in this order has selective recomputation where any has.
+        few = [cuts[0], cuts[len(cuts) // 2], cuts[-1]]
+        layouts = map(Layout.parse, few)
+        computed = as_json(
+            costed_cuts(shape, list(layouts), shape.sequence, TARGET)
+        )
+        changed = [cut for cut in few if computed[cut] != held["cuts"][cut]]
+        if changed:
+            raise SystemExit(
+                f"{file.name}: the costs of {changed} have changed;"
+                f" run: python benchmarks/ship_costs.py {name}"
+            )
+        identity = cost_identity(shape, shape.sequence, TARGET)
+        write_shipped(name, identity, code_digest(), held["cuts"])
+        print(f"{file.name}: {few} have the same costs; stamped", flush=True)
 
 
 def ship(name: str, folder: Path) -> None:
@@ -63,7 +107,7 @@ def ship(name: str, folder: Path) -> None:
         file = cost_file(shape, sequence, TARGET, folder)
         cuts = json.loads(file.read_text())
         identity = cost_identity(shape, sequence, TARGET)
-        written = write_shipped(name, identity, cuts)
+        written = write_shipped(name, identity, code_digest(), cuts)
         print(
             f"{written.name}: {len(cuts)} cuts, {written.stat().st_size:,} bytes",
             flush=True,

@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -180,6 +181,7 @@ def plain(data: Path, steps: int, every: int, seed: int) -> dict:
 
 def phalanx(data: Path, out: Path, steps: int, every: int, seed: int) -> dict:
     """Trains the class above by the command line; reads the records of the run."""
+    shutil.rmtree(out, ignore_errors=True)  # else the run is resumed
     settings = {
         "model": f"{Path(__file__)}:GPT", "data": data, "layout": "dp1",
         "batch": BATCH, "sequence": TIME, "steps": steps, "seed": seed,

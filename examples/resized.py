@@ -23,6 +23,8 @@ from smollm import FACTS, command, converted, losses, settings, written
 
 import phalanx
 from phalanx.api.train import train
+from phalanx.train.checkpoint_format import step_of
+from phalanx.train.checkpoint_load import newest
 
 FIRST, THEN = ("dp2 zero3", 2), ("tp3", 3)  # a layout, and its ranks
 SAVE, KILL = 3, 5
@@ -37,15 +39,23 @@ def run_of(weights: Path, tokens: Path, steps: int, out: Path) -> phalanx.Run:
 def kill_after(out: Path) -> None:
     """Kills a rank of this process's world as soon as the run has made its steps."""
     while not (out / "metrics.jsonl").exists() or len(losses(out)) < KILL:
-        time.sleep(0.1)
+        time.sleep(0.02)
     ranks = [child.pid for child in multiprocessing.active_children()]
     os.kill(max(ranks), signal.SIGKILL)
 
 
-def picture(first: list[float], whole: list[float]) -> str:
+def last_saved(out: Path) -> int:
+    """The step of the newest checkpoint; ranks may have gone on before one was killed."""
+    found = newest(out / "checkpoints")
+    if found is None:
+        raise SystemExit("no checkpoint was written before a rank was killed")
+    path, _ = found
+    return step_of(path.name)
+
+
+def picture(first: list[float], whole: list[float], start: int) -> str:
     from phalanx.draw.chart import ChartAxis, Series, chart
 
-    start = KILL - KILL % SAVE  # the step of the checkpoint that is resumed
     numbered = list(enumerate(whole, 1))
     series = [
         Series(FIRST[0], list(enumerate(first, 1))),
@@ -80,13 +90,14 @@ def main() -> None:
         raise SystemExit("the run ended before a rank was killed")
     except RuntimeError as error:
         print(f"{FIRST[0]}:", str(error).splitlines()[0])
-    first = losses(out)
+    first, start = losses(out), last_saved(out)
     print("  losses", *(f"{loss:.3f}" for loss in first))
     phalanx.launch(train, THEN[1], run, THEN[0], True, backend="gloo")
     whole = losses(out)
-    print(f"{THEN[0]}: resumed, {len(whole)} steps in all")
+    print(f"{THEN[0]}: resumed after step {start}, {len(whole)} steps in all")
     print("  losses", *(f"{loss:.3f}" for loss in whole))
-    (args.out / "losses.svg").write_text(picture(first, whole), encoding="utf-8")
+    drawn = picture(first, whole, start)
+    (args.out / "losses.svg").write_text(drawn, encoding="utf-8")
     terms = ("--temperature", 0, "--tokens", 40)
     for name, source in {"before": f"hf:{weights}", "after": out}.items():
         print(f"{name}, {question!r}:", command("chat", source, *terms, text=question))

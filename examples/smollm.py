@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -112,8 +113,16 @@ def settings(
 def losses(out: Path) -> list[float]:
     """The loss of each step of a run; of a repeated step the last one."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
-    steps = [r for r in map(json.loads, lines) if r["event"] == "step"]
+    steps = [r for r in map(parsed, lines) if r.get("event") == "step"]
     return list({r["step"]: r["loss"] for r in steps}.values())
+
+
+def parsed(line: str) -> dict:
+    """A record of a run; empty for a line that is being written, or was when a rank was killed."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {}
 
 
 # ---- transformers' Trainer
@@ -163,6 +172,7 @@ def trainer(model: Path, run: Path, to: Path) -> list[float]:
 
 def phases(layout: str, weights: Path, out: Path, steps: int) -> list[float]:
     """Continues the model on the text, exports it, and finetunes it on chats."""
+    shutil.rmtree(out, ignore_errors=True)  # else the runs are resumed
     text, chats = written(out.parent)
     first, then = out / "text", out / "chats"
     command("train", *settings(weights, text, 32, steps, first), f"layout={layout}")

@@ -3,10 +3,13 @@ command printing is what the command prints."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -262,15 +265,22 @@ def test_the_character_model_has_the_validation_loss_of_the_plain_script(
     # A byte drawn at random costs 5.55 nats; the windows come in another order.
     assert plain < 4.2
     assert abs(ours - plain) < 0.2
+    # A second start trains anew, also with other settings.
+    sizes = ("--steps", 4, "--seeds", 1, "--rounds", 0)
+    again = _printed("characters.py", "--out", tmp_path, *sizes)
+    assert len(re.findall("seed 0: validation loss", again)) == 2
 
 
-@pytest.mark.slow
-def test_six_layouts_have_the_losses_of_trainer(tmp_path: Path) -> None:
+def _imported(example: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module(example)
+
+
+def _small_model(folder: Path) -> None:
+    """Writes a small model in the place of SmolLM2's weights, with heads for tp3."""
     import tokenizers
     import transformers
 
-    # A small model in the place of the weights, with heads for tp3.
-    folder = tmp_path / "SmolLM2-135M"
     config = transformers.LlamaConfig(
         vocab_size=300, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=True,
@@ -295,7 +305,44 @@ def test_six_layouts_have_the_losses_of_trainer(tmp_path: Path) -> None:
         pad_token="</s>",
         chat_template=SCRIPT + TURN,
     ).save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_six_layouts_have_the_losses_of_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "SmolLM2-135M"
+    _small_model(folder)
     text = _printed("smollm.py", "--out", tmp_path, "--steps", 2)
     worst = re.findall(r"difference of a loss: ([\de.+-]+)", text)
     assert len(worst) == 6
     assert max(map(float, worst)) < 1e-4
+    # A second start trains anew.
+    smollm = _imported("smollm", monkeypatch)
+    first = tmp_path / "accum2"
+    before = smollm.losses(first / "text") + smollm.losses(first / "chats")
+    again = smollm.phases("accum:2", folder, first, 2)
+    assert again == before
+
+
+def test_a_record_that_a_kill_has_cut_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    smollm = _imported("smollm", monkeypatch)
+    steps = [{"event": "step", "step": n, "loss": n / 2} for n in (1, 2, 3)]
+    text = "\n".join(map(json.dumps, steps))
+    (tmp_path / "metrics.jsonl").write_text(text[:-5])
+    assert smollm.losses(tmp_path) == [0.5, 1.0]
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_resumed_by_more_ranks(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    _small_model(weights)
+    sizes = ("--weights", weights, "--steps", 60)
+    text = _printed("resized.py", "--out", tmp_path / "out", *sizes)
+    (start,) = re.findall(r"tp3: resumed after step (\d+), 60 steps", text)
+    assert 0 < int(start) < 60
+    assert int(start) % 3 == 0
+    assert "after, 'What does ZeRO-3 shard?'" in text

@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.cost.cache import (
     cached_costs,
+    code_digest,
     cost_file,
     cost_identity,
     costed_cuts,
@@ -57,6 +58,18 @@ def test_every_shipped_file_is_of_a_named_size_as_it_is_today() -> None:
         assert same_costs(held, as_json(identity)), file.name
 
 
+def test_every_shipped_file_is_of_the_code_as_it_is_today() -> None:
+    stale = [
+        file.name
+        for file in FILES
+        if read_shipped(file)["code"] != code_digest()
+    ]
+    assert not stale, (
+        f"the code that costed {stale} has changed: run `python benchmarks/ship_costs.py --stamp`,"
+        " or without --stamp if a cost has changed"
+    )
+
+
 def test_shipped_costs_equal_computed_ones_in_a_cut_of_each_size() -> None:
     for file in FILES:
         # The last in this order has selective recomputation where any has.
@@ -84,8 +97,15 @@ def test_other_sizes_of_the_same_name_are_not_taken_for_ours() -> None:
         (EIGHT, 4096, "cuda"),
         (EIGHT, 8192, "cpu"),
     ):
-        assert not shipped_costs("8b", cost_identity(shape, sequence, target))
-    assert shipped_costs("8b", cost_identity(EIGHT, 8192, "cuda"))
+        identity = cost_identity(shape, sequence, target)
+        assert not shipped_costs("8b", identity, code_digest())
+    identity = cost_identity(EIGHT, 8192, "cuda")
+    assert shipped_costs("8b", identity, code_digest())
+
+
+def test_costs_by_other_code_are_not_taken() -> None:
+    identity = cost_identity(EIGHT, 8192, "cuda")
+    assert not shipped_costs("8b", identity, "of other code")
 
 
 def test_a_size_that_was_added_to_shapes_later_has_its_default() -> None:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -216,3 +217,37 @@ def test_contents_are_written_and_read_from_the_command_line(
     # Half of the rows is no whole parameter.
     assert main(["compare", one, half]) != 0
     assert "do not make up the whole" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--perturb", "2", "--find-in", "one"], "--perturb moves"),
+        (["--contents"], "give --one as well"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_before_a_start(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    reason: str,
+) -> None:
+    out = str(tmp_path / "out")
+    program = ["--", "a-program-that-does-not-exist"]
+    assert main(["run", "--out", out, *options, *program]) == 2
+    assert reason in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_weight_that_megatron_has_placed_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Rows of zeros have no place by their contents.
+    shard = torch.zeros(2, 6)
+    with pytest.raises(Refused):
+        placed(named("equal", shard))
+    shard.tensor_model_parallel = True  # type: ignore[attr-defined]
+    state = ModuleType("megatron.core.parallel_state")
+    monkeypatch.setitem(sys.modules, state.__name__, state)
+    own = named("equal", shard)
+    assert placed(own) == [own]

@@ -1,5 +1,6 @@
 """The recorder finds names, samples and steps in programs that know nothing of it, and changes nothing."""
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -27,8 +28,9 @@ from torch_audit.records import (
     RecordError,
     read,
 )
-from torch_audit.runs import Names, load
+from torch_audit.runs import Names, Run, load
 from torch_audit.sketch import norm_of
+from torch_audit.where import Begins, sums_of
 
 
 class Tied(nn.Module):
@@ -556,3 +558,71 @@ def test_a_script_is_recorded_from_the_command_line_and_its_bug_is_named(
     assert "no-such cannot be started" in capsys.readouterr().err
     assert main(["run", "--out", one, "--", sys.executable, "-c", ""]) == 2
     assert "holds a recorded run already" in capsys.readouterr().err
+
+
+class InFirst(nn.Tanh):
+    """A module with a wrong factor in the forward of a step's first optimizer."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def recorded_in_turns(folder: Path, factor: float) -> Run:
+    """Two optimizers with a forward and backward of their own in one step, as a GAN has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), InFirst(), nn.Linear(4, 4))
+    # Rate 0, so that the second forward is equal.
+    optimizers = [
+        torch.optim.SGD(model[i].parameters(), lr=0.0) for i in (0, 2)
+    ]
+    recorder = Recorder(folder, 1)
+    recorder.install()
+    for index, optimizer in enumerate(optimizers):
+        model[1].factor = factor if index == 0 else 1.0
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+    recorder.finish()
+    return load(folder)
+
+
+def test_a_difference_in_the_forward_of_the_first_of_two_optimizers_is_placed(
+    tmp_path: Path,
+) -> None:
+    folders = [tmp_path / name for name in ("one", "wrong")]
+    for folder in folders:
+        folder.mkdir()
+    one = recorded_in_turns(folders[0], 1.0)
+    wrong = recorded_in_turns(folders[1], 1.5)
+    verdict = compare(one, wrong)
+    assert verdict.where is not None
+    assert verdict.where.begins == Begins.OUTPUT
+    assert verdict.where.module == "1"
+    # Both calls: 2 times 3 rows of 4 features.
+    assert sums_of(one.first)["1", False].shape == ({4}, 24)
+
+
+def test_shards_are_repeated_in_a_reference_that_is_not_compared(
+    tmp_path: Path,
+) -> None:
+    """The weights of two runs are placed in a third, which the repetition records first."""
+    script = tmp_path / "train.py"
+    script.write_text(OTHER_PATH)
+    placed = str(tmp_path / "placed")
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    options = {
+        placed: ["--contents"],
+        a: [],
+        b: ["--find-in", placed],
+    }
+    for out, words in options.items():
+        name = "float64" if out == b else "one"
+        command = ["--", sys.executable, str(script), name]
+        run = ["run", "--out", out, "--one", "--float64", *words]
+        assert main([*run, *command]) == 0
+    kept = json.loads(Path(b, "program.json").read_text())
+    assert kept["settings"]["find_in"] == "../placed"
+    assert main(["compare", a, b, "--repeat"]) == 0
+    assert (tmp_path / "placed-own" / "complete").exists()

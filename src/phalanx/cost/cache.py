@@ -73,7 +73,7 @@ def cached_costs(
     ours = {}
     if shipped and isinstance(model, Shape):
         sizes = cost_identity(model, sequence, target)
-        ours = shipped_costs(model.name, sizes)
+        ours = shipped_costs(model.name, sizes, code_digest())
     unknown = [cut for cut in cuts if str(cut) not in ours]
     known = dict(ours)
     if unknown:
@@ -150,8 +150,8 @@ def cost_identity(
 
 
 @cache
-def _source() -> str:
-    """A hash of the code that costing runs, ours and torch's."""
+def code_digest() -> str:
+    """A hash of our code that costing runs."""
     digest = hashlib.sha256(str(_FORMAT).encode())
     # A change to any of these files may change a cost.
     for pattern in _RUN:
@@ -161,6 +161,13 @@ def _source() -> str:
         )
         for path in paths:
             digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _source() -> str:
+    """A hash of the code that costing runs, ours and torch's."""
+    digest = hashlib.sha256(code_digest().encode())
     with suppress(PackageNotFoundError):  # costs remain valid without torch
         digest.update(version("torch").encode())  # read, not imported
     return digest.hexdigest()

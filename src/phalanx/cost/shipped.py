@@ -1,8 +1,9 @@
 """Costs of named model sizes that come with the package.
 
 A first plan of such a size needs neither torch nor a cache. Each file holds the cuts
-that searches on usual clusters ask for, and the sizes they were costed for; other sizes
-under the same name, sequence lengths and cuts are costed as usual.
+that searches on usual clusters ask for, the sizes they were costed for, and a digest of the
+code that costed them. Other sizes under the same name, sequence lengths and cuts are costed
+as usual; so is everything after a change of this code.
 `benchmarks/ship_costs.py` writes the files, and `tests/cost/test_shipped.py` compares them
 with costs computed anew.
 """
@@ -27,8 +28,10 @@ def shipped_file(name: str, sequence: int) -> Path:
     return FOLDER / f"{name}-{sequence}.json.gz"
 
 
-def shipped_costs(name: str, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The shipped entries of a size, by cut; none if it was costed with other sizes."""
+def shipped_costs(
+    name: str, identity: Mapping[str, Any], code: str
+) -> dict[str, Any]:
+    """The shipped entries of a size, by cut; none if it was costed with other sizes or by other code."""
     sequence = identity["sequence"]
     # A name that is a path is not one of ours.
     if not name or Path(name).name != name:
@@ -37,6 +40,8 @@ def shipped_costs(name: str, identity: Mapping[str, Any]) -> dict[str, Any]:
     if not file.is_file():
         return {}
     held = read_shipped(file)
+    if held.get("code") != code:
+        return {}
     cuts: dict[str, Any] = held["cuts"]
     # A user's shape may have the name of one of ours.
     same = same_costs(held["identity"], as_json(identity))
@@ -68,7 +73,7 @@ def _beside_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)  # a search asks for many cuts, one after the other
 def read_shipped(file: Path) -> dict[str, Any]:
-    """The contents of a shipped file: `identity`, and the entry of each cut in `cuts`."""
+    """The contents of a shipped file: `identity`, `code`, and the entry of each cut in `cuts`."""
     held: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
     return held
 
@@ -79,11 +84,18 @@ def as_json(value: Any) -> Any:
 
 
 def write_shipped(
-    name: str, identity: Mapping[str, Any], cuts: Mapping[str, Any]
+    name: str,
+    identity: Mapping[str, Any],
+    code: str,
+    cuts: Mapping[str, Any],
 ) -> Path:
-    """Write a size's entries. The same costs give the same bytes."""
+    """Write a size's entries. The same costs by the same code give the same bytes."""
     file = shipped_file(name, identity["sequence"])
-    held = {"identity": as_json(identity), "cuts": dict(cuts)}
+    held = {
+        "identity": as_json(identity),
+        "code": code,
+        "cuts": dict(cuts),
+    }
     text = json.dumps(held, sort_keys=True, separators=(",", ":"))
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(gzip.compress(text.encode(), mtime=0))

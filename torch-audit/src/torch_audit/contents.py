@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .megatron import is_cut
 from .parameters import Named, Refused
 from .records import RecordError
 from .shards import Place
@@ -169,7 +170,10 @@ class Contents:
             for hashes in weight.hashes:
                 numbers.extend(hashes.tolist())
         line = json.dumps(listed).encode() + b"\n"
-        (folder / FILE).write_bytes(line + numbers.tobytes())
+        # A reader never sees half a file.
+        made = folder / f"{FILE}.tmp"
+        made.write_bytes(line + numbers.tobytes())
+        made.replace(folder / FILE)
 
     def placed(self, parameters: Sequence[Named]) -> list[Named]:
         """The parameters with their names and places in the reference; several for a joined tensor."""
@@ -319,8 +323,13 @@ def _by_values(own: Weight, weight: Weight) -> list[_Part]:
 
 
 def _is_declared(named: Named) -> bool:
-    """True for a DTensor or a run of a flat buffer, which tell their places themselves."""
-    return isinstance(named.tensor, DTensor) or named.run is not None
+    """True for a tensor that tells its place itself.
+
+    It is a DTensor, a run of a flat buffer, or has Megatron's attributes.
+    """
+    tensor = named.tensor
+    in_buffer = named.run is not None
+    return isinstance(tensor, DTensor) or in_buffer or is_cut(tensor)
 
 
 def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -42,8 +42,14 @@ class Program:
     settings: Settings
 
     def write(self) -> None:
+        kept = asdict(self)
+        find_in = self.settings.find_in
+        if find_in is not None:
+            # Both folders may be moved together.
+            beside = os.path.relpath(find_in, self.settings.out)
+            kept["settings"]["find_in"] = beside
         # Paths are written as text.
-        text = json.dumps(asdict(self), indent=1, default=str)
+        text = json.dumps(kept, indent=1, default=str)
         (self.settings.out / _PROGRAM).write_text(text)
 
     @classmethod
@@ -55,9 +61,10 @@ class Program:
         try:
             kept = json.loads(path.read_text())
             # The folder may have been moved since.
-            kept["settings"]["out"] = folder.resolve()
+            out = kept["settings"]["out"] = folder.resolve()
             find_in = kept["settings"]["find_in"]
-            kept["settings"]["find_in"] = Path(find_in) if find_in else None
+            beside = (out / find_in).resolve() if find_in else None
+            kept["settings"]["find_in"] = beside
             kept["settings"] = Settings(**kept["settings"])
             return cls(**kept)
         except (ValueError, KeyError, TypeError) as error:
@@ -79,6 +86,7 @@ def record(
     The checks run in this process, from the files that the ranks write. With `one` the program must be
     a single process.
     """
+    _check_options(settings, one=one)
     out = settings.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     # Old files would be taken for ranks of this run.
@@ -127,6 +135,19 @@ def record(
             f"--one records a single process; the program had {run.world} ranks."
         )
     return code, live.findings
+
+
+def _check_options(settings: Settings, *, one: bool) -> None:
+    """Refuses options that exclude each other."""
+    if settings.perturbed and settings.find_in is not None:
+        raise LaunchError(
+            "--perturb moves the weights, so that --find-in finds none of them."
+            " Perturb the reference instead, without --find-in."
+        )
+    if settings.contents and not one:
+        raise LaunchError(
+            "--contents writes the weights of a reference, which is a single process: give --one as well."
+        )
 
 
 class LiveChecks:

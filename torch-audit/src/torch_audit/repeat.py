@@ -47,7 +47,15 @@ def repeat(
 def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
     """The record in the own dtype beside a folder; made unless it is there already."""
     program = Program.read(folder)
-    assert program is not None
+    if program is None:
+        raise LaunchError(
+            f"{folder} holds no command, so it cannot be recorded again."
+        )
+    find_in = program.settings.find_in
+    if find_in is not None:
+        # Shards are found in the record in the own dtype, which may be none of
+        # those compared.
+        find_in = _recorded(find_in, 0, say).folder
     out = _own(folder, seed)
     # Another comparison with the same reference uses the record again, if it is
     # whole and belongs to this record in float64.
@@ -57,14 +65,12 @@ def _recorded(folder: Path, seed: int, say: Callable[[str], None]) -> Run:
         shutil.rmtree(out, ignore_errors=True)
         say(f"audit: recording {folder} in its own dtype, into {out}")
         say(f"audit: running {shlex.join(program.command)}")
-        find_in = program.settings.find_in
         settings = replace(
             program.settings,
             out=out,
             float64=False,
             perturbed=seed,
-            # Of the reference in its own dtype, which is recorded first.
-            find_in=find_in and _own(find_in),
+            find_in=find_in,
             contents=program.settings.contents and not seed,
         )
         directory = program.directory

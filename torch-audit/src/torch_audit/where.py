@@ -51,7 +51,7 @@ class Output:
     # By samples and by part of the output: the ranks that have them.
     held: dict[tuple[int, str], dict[int, Sums]] = field(default_factory=dict)
     features: set[int] = field(default_factory=set)
-    elements: dict[tuple[int, str], int] = field(default_factory=dict)
+    elements: dict[tuple[int, str], Counter[int]] = field(default_factory=dict)
 
     def add(
         self,
@@ -61,10 +61,13 @@ class Output:
         numbers: Sums,
         features: int,
     ) -> None:
+        """Adds a record; a rank has one for each update of a step, as of two optimizers."""
         key = samples, module.part
-        self.held.setdefault(key, {})[rank] = numbers
+        ranks = self.held.setdefault(key, {})
+        before = [ranks[rank]] if rank in ranks else []
+        ranks[rank] = _total([*before, numbers])
         self.features.add(features)
-        self.elements[key] = module.elements
+        self.elements.setdefault(key, Counter())[rank] += module.elements
 
     @property
     def ranks(self) -> set[int]:
@@ -73,7 +76,8 @@ class Output:
     @property
     def shape(self) -> tuple[set[int], int]:
         """Features of a row, and elements in all, where copies count once."""
-        return self.features, sum(self.elements.values())
+        each = [min(ranks.items())[1] for ranks in self.elements.values()]
+        return self.features, sum(each)
 
     def of_copies(self) -> Sums:
         """The sum over all samples and shards, where ranks with equal ones have copies."""
