@@ -219,7 +219,7 @@ def with_a_row_less() -> AbstractContextManager[None]:
         (with_a_row_less, "step 0: the journal's tokens"),
         (
             with_an_end_that_is_no_stop,
-            "rank 0 ends after 3 steps with stopped = False, and it is True",
+            "rank 0 ends after 3 steps and reports stopped = False; expected True",
         ),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_joined_tensor_has_a_part_for_each_weight() -> None:
 @pytest.mark.parametrize(
     ("name", "local", "reason"),
     [
-        ("equal", torch.ones(2, 6), "2 of 2 rows of equal stand more than once in the reference"),
+        ("equal", torch.ones(2, 6), "2 of 2 rows of equal occur more than once in the reference"),
         ("layers.0.qkv.bias", torch.zeros(6), "the values of layers.0.qkv.bias are not distinct"),
         ("conv.weight", torch.zeros(3, 4, 3), "3 of 3 rows of conv.weight are none of the reference's"),
         ("layers.0.qkv.weight", reference()["layers.0.qkv.weight"][:6, :2],

@@ -98,7 +98,7 @@ def model_class(base: Any) -> Any:
 
 
 class HarnessMethods:
-    """The methods that lm-eval calls of a model, by a generator.
+    """Methods of a model that lm-eval calls, computed by a generator.
 
     A class of a model for lm-eval derives from these and from its TemplateLM, which
     tokenizes prompts and continuations.

@@ -128,7 +128,7 @@ def _declined(found: Calibration) -> str:
     )
     return (
         f"The numbers stay: of {len(found.before)} runs, each predicted after a fit to the others,"
-        f" the mean error is {tried}, and {before} without a fit. Such a fit would not help other runs."
+        f" the mean error is {tried}, and {before} without a fit. A fit would gain too little on other runs."
     )
 
 

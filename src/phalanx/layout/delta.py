@@ -1,7 +1,7 @@
-"""Gated delta rule layers (Yang et al. 2024), linear attention with a state: everything
-about their sizes.
+"""Sizes, weights and work of gated delta rule layers (Yang et al. 2024).
 
-A block has one in the place of attention. `models/delta.py` is the layer itself.
+Such a layer is linear attention with a state. It takes the place of
+attention in a block. `models/delta.py` is the layer itself.
 """
 
 from __future__ import annotations

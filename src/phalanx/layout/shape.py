@@ -173,7 +173,7 @@ class Shape(DeltaKeys):
         0, "experts that all tokens use, merged into one", maximum=1 << 10
     )
     shared_gate: bool = key(
-        False, "their output is multiplied by a sigmoid of the token"
+        False, "their output is multiplied by a sigmoid gate of the token"
     )
     expert_groups: int = key(
         1, "groups into which experts are divided", minimum=1, maximum=1 << 14

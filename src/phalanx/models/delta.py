@@ -99,7 +99,7 @@ class ChunkTerms(NamedTuple):
         return whole, added
 
     def outputs(self, first: Tensor) -> Tensor:
-        """What all tokens read: (B, key heads, value heads of one, chunks, C, value_dim)."""
+        """Reads of all tokens: (B, key heads, value heads of one, chunks, C, value_dim)."""
         states = self.states(first)
         removed = self.keys @ states
         corrected = self.values - removed
@@ -378,7 +378,7 @@ def chunk_terms(
 
 
 class _Documents(NamedTuple):
-    """Which tokens of a chunk share a document; dims as in `ChunkTerms`."""
+    """Masks of the tokens of a chunk that share a document; dims as in `ChunkTerms`."""
 
     same: Tensor  # (..., C, C)
     reaches: Tensor  # (..., C, 1): with the token before the chunk

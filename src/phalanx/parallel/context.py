@@ -63,7 +63,7 @@ def install_context(
             if child != "core":
                 continue
             replaced = True
-            # The state of a delta rule passes from rank to rank.
+            # Ranks gather how their tokens change a delta rule's state.
             if isinstance(core, DeltaCore):
                 own = SpreadDeltaCore(core, ring, ulysses)
                 setattr(piece.get_submodule(owner), child, own)

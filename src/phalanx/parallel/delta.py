@@ -1,10 +1,10 @@
-"""Context parallelism of gated delta rule layers: the state passes along the sequence.
+"""Context parallelism of gated delta rule layers: ranks gather their changes of the state.
 
 The state at the end of a run of tokens is `M S + N`, where S is the state at its start
 and M and N depend on the run's own tokens alone. So each rank computes M and N of its
 runs, all ranks gather them, and each combines those before its own: no rank waits for
-another one's state. Keys and values do not travel. A message is as large as the state
-and does not grow with the sequence.
+another one's state. Keys and values do not travel. A message holds M and N;
+its size does not grow with the sequence.
 
 A rank of a ring holds one chunk of each half of the sequence (`batch.held_times`), so
 it has two runs; the ranks of Ulysses alone hold one each. The convolution needs the last

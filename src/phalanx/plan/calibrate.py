@@ -49,7 +49,7 @@ _FOLDS = 5  # folds in which many runs are left out, to see whether a fit helps
 _ALONE = 8  # up to this many runs, each is left out by itself
 LEAST = 3  # fewest runs for such a test
 _WORTH = 0.8  # more is moved if the remaining error falls below this share
-# Something is moved if the error of left-out runs falls below this share. In 30 draws of
+# Numbers are moved if the error of left-out runs falls below this share. In 30 draws of
 # five runs from a table of layouts, gains of up to 7 % made other runs worse in three
 # draws and better in two.
 _GAIN = 0.9

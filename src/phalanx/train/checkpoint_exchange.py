@@ -271,8 +271,8 @@ def export_adapter(
     data = families.FAMILIES[families.family_of(shape, family)]
     if data.grouped:
         raise CheckpointError(
-            f"{path}: adapters of {shape.name} have no form in peft: one linear of theirs packs rows"
-            " of several of ours by heads. Export it without --adapter, which merges them."
+            f"{path}: adapters of {shape.name} cannot be written for peft: its files pack rows of"
+            " several linears into one, by heads. Export it without --adapter, which merges them."
         )
     tensors, ranks = dict[str, Tensor](), dict[str, int]()
     with TensorReader(path, manifest) as reader:

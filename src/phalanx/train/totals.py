@@ -219,7 +219,7 @@ def sum_of_limbs(limbs: Tensor) -> Tensor:
 
 
 def _carried(limbs: Tensor) -> Tensor:
-    """The same whole numbers with all but the last limb below 2^21.
+    """Whole numbers with their carries: all limbs but the last are below 2^21.
 
     Sums over other shards have other limbs of the same numbers.
     """

@@ -1,8 +1,8 @@
 """Rows of a trial's batches, compared with the documents that they were cut from.
 
 Ranks and the one process read the same batches, so a mistake in a batch shows in
-neither. Here each row is explained by documents: which one its tokens come from, what
-follows each token, and where it stands. The files are read by numpy alone.
+neither. Here each row is matched with documents: the source of its tokens, the next token
+and the position of each. The files are read by numpy alone.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def delta_rule(
     strength: Tensor,
     documents: Tensor | None,
 ) -> Tensor:
-    """What each token reads from the state S: q, k (B, T, H, K), v (B, T, H, V)."""
+    """The read of each token from the state S: q, k (B, T, H, K), v (B, T, H, V)."""
     state = torch.zeros(len(q), *k.shape[2:], v.shape[-1], dtype=q.dtype)
     outputs = []
     for t in range(q.shape[1]):

@@ -362,7 +362,7 @@ def _start(
 
 
 class _EndedRank(NamedTuple):
-    """What a rank did in its steps, and what it says of its end."""
+    """The observed steps of a rank, and the outcome that it reports."""
 
     seen: Seen
     outcome: Outcome
@@ -468,8 +468,8 @@ def _outcome_faults(
             value = getattr(wanted, part.name)
             if said != value:
                 yield (
-                    f"rank {number} ends after {steps} steps with {part.name} = {said!r},"
-                    f" and it is {value!r}"
+                    f"rank {number} ends after {steps} steps and reports {part.name} = {said!r};"
+                    f" expected {value!r}"
                 )
 
 

@@ -247,8 +247,8 @@ class Contents:
         several = sum(len(each) > 1 for each in places)
         if several:
             return [], (
-                f"{several} of {len(places)} {kind} of {name} stand more than once in the reference, so"
-                " their place is not known"
+                f"{several} of {len(places)} {kind} of {name} occur more than once in the reference,"
+                " so their position is ambiguous"
             )
         by_weight: dict[int, _Part] = {}
         for local, ((weight, index),) in enumerate(places):

@@ -456,7 +456,7 @@ def _learns_shapes() -> bool:
 
 
 def _with_gradients(parameters: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Those of a clip's parameters that have a gradient, and all of them, which may come from a generator."""
+    """The parameters of a clip that have a gradient, and all its parameters, perhaps from a generator."""
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     listed = list(parameters)

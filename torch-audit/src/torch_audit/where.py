@@ -127,7 +127,7 @@ def outputs_of(step: Step) -> Outputs:
 
 
 def sums_of(step: Step) -> Outputs:
-    """The same by the sums of all rows, also of later stages and experts."""
+    """All outputs of a step by the sums of their rows, also of later stages and experts."""
     found: Outputs = {}
     for rank, module, numbers in _modules(step):
         key = module.name, module.backward
