@@ -530,6 +530,6 @@ def test_a_wrong_request_is_one_sentence_and_code_2(
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_ranks_start() -> None:
-    layouts = Layout.parse_many("cp4:ulysses")
-    with pytest.raises(LayoutError, match="ulysses=4 does not divide the 2"):
+    layouts = Layout.parse_many("tp2 cp4:ulysses")
+    with pytest.raises(LayoutError, match="ulysses=4 does not divide"):
         list(verify(SHAPES["gqa"], layouts))
