@@ -47,6 +47,9 @@ def test_logits_of_one_token_at_a_time_are_those_of_transformers(
     ]
     found = torch.cat(parts, 1)
     assert wanted.std() > 0.1
+    if generator.shape.mixers:
+        # Without a cache the logits are read as log-probabilities.
+        wanted = wanted.log_softmax(-1)
     assert (found - wanted).abs().max() < 4e-6 * wanted.abs().max()
 
 
