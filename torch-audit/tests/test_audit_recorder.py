@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from torch_audit.batches import batch_of, like
@@ -115,6 +118,31 @@ def test_a_frozen_parameter_in_an_optimizer_has_its_own_name(
     listed = load(tmp_path).first.ranks[0].parameters
     names = {name for each in listed for name in each.names}
     assert names == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_the_mesh_of_frozen_weights_is_noted(tmp_path: Path) -> None:
+    """An adapter that is added to a sharded model is a plain tensor."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        model[0].requires_grad_(False)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
+        adapter = list(model[1].parameters())
+        optimizer = torch.optim.SGD(adapter, lr=0.1)
+
+        def program() -> None:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+        recorded(tmp_path, program)
+    finally:
+        dist.destroy_process_group()
+    run = load(tmp_path)
+    assert run.meshes == {"fsdp": 1}
+    names = [x.names for x in run.first.ranks[0].parameters]
+    assert names == [["1.weight"], ["1.bias"]]
 
 
 def test_groups_that_one_norm_clips_are_one_clip(tmp_path: Path) -> None:

@@ -115,8 +115,14 @@ def roots_of(wanted: Callable[[Tensor], bool]) -> list[Module]:
     return [module for module in holders if id(module) not in inner]
 
 
-def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
-    """These and the trainable parameters of all modules that hold them; last, those that no module holds."""
+def named_parameters(
+    tensors: Iterable[Tensor],
+) -> tuple[list[Named], dict[str, int]]:
+    """The trainable parameters of all modules that hold these tensors, and the sizes of their meshes.
+
+    Tensors that no module holds come last. Frozen parameters count for the meshes, too: an adapter that
+    is added to a sharded model is a plain tensor.
+    """
     tensors = list(tensors)
     own = {id(tensor) for tensor in tensors}
     shards = optimizer_shards(tensors)
@@ -131,7 +137,9 @@ def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
     names: dict[int, list[str]] = {}
     known: dict[int, Tensor] = {}
     flat = []
+    meshes: dict[str, int] = {}
     for name, parameter in _of_roots(roots):
+        meshes |= mesh_of(parameter)
         # An optimizer may hold frozen parameters, too.
         if not parameter.requires_grad and id(parameter) not in own:
             continue
@@ -148,11 +156,12 @@ def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
         if id(tensor) not in known and id(tensor) not in buffers:
             known[id(tensor)] = tensor
             names[id(tensor)] = [f"optimizer.{index}"]
+            meshes |= mesh_of(tensor)
     whole = [
         Named(tensor, tuple(names[key]), cut_place(tensor) or place_of(tensor))
         for key, tensor in known.items()
     ]
-    return [*whole, *found]
+    return [*whole, *found], meshes
 
 
 def _in_buffers(

@@ -40,7 +40,6 @@ from .parameters import (
     DEEPSPEED,
     Named,
     Refused,
-    mesh_of,
     named_parameters,
     refusal,
 )
@@ -88,6 +87,7 @@ class Recorder:
         self._undo: list[Callable[[], object]] = []
         self._depth = 0  # of nested module calls
         self._named: list[Named] = []
+        self._meshes: dict[str, int] = {}  # sizes of all meshes, by dimension
         # Of names, by the id of the optimizer's tensor: a flat buffer has several.
         self._indices: dict[int, list[int]] = {}
         # Of the step to come: they are seen before its first gradient is.
@@ -363,11 +363,9 @@ class Recorder:
 
         The parameters are kept, so their ids stay theirs.
         """
-        fresh = [
-            each
-            for each in named_parameters(unnamed)
-            if id(each.tensor) not in self._indices
-        ]
+        named, meshes = named_parameters(unnamed)
+        self._meshes |= meshes
+        fresh = [x for x in named if id(x.tensor) not in self._indices]
         for each in fresh:
             reason = refusal(each.tensor)
             if each.unknown and "deepspeed" in sys.modules:
@@ -393,7 +391,7 @@ class Recorder:
         fresh = self._named[len(self._record.parameters) :]
         for each in fresh:
             self._record.parameters.append(_as_record(each))
-            self._record.meshes |= mesh_of(each.tensor)
+        self._record.meshes = dict(self._meshes)
         tensors = {id(each.tensor): each.tensor for each in fresh}
         self._weights(records.WEIGHT, tensors.values())
 
