@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -87,19 +88,29 @@ def measure(rank: int, ranks: int, folder: Path) -> None:
     print(f"a file: {max(sizes) / tensors:.0f} bytes a parameter")
 
 
-def main(ranks: int) -> None:
+def main(ranks: int) -> int:
+    """Forks all ranks, as ranks of one parent meet in one store; 1 if one failed."""
     with tempfile.TemporaryDirectory() as name:
         children = []
-        for rank in range(1, ranks):
+        for rank in range(ranks):
             child = os.fork()
             if child == 0:
-                measure(rank, ranks, Path(name))
-                os._exit(0)
+                os._exit(_measured(rank, ranks, Path(name)))
             children.append(child)
-        measure(0, ranks, Path(name))
-        for child in children:
-            os.waitpid(child, 0)
+        codes = [os.waitpid(child, 0)[1] for child in children]
+    return int(any(codes))
+
+
+def _measured(rank: int, ranks: int, folder: Path) -> int:
+    try:
+        measure(rank, ranks, folder)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    # A fork's end writes out nothing.
+    sys.stdout.flush()
+    return 0
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))

@@ -83,3 +83,23 @@ def test_the_command_prints_the_results_of_the_page() -> None:
     assert page
     # A new cell may still lack its row; none is lost.
     assert page == {cell: printed.get(cell) for cell in page}
+
+
+@pytest.mark.slow
+def test_the_cost_of_several_ranks_is_measured() -> None:
+    """All ranks meet in one store, and the first one prints."""
+    paths = [ROOT / "benchmarks", ROOT / "torch-audit" / "src"]
+    environment = os.environ | {
+        "PYTHONPATH": ":".join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "audited.overhead", "2"],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert lines[0] == "2 ranks"
+    found = re.search(r"a file: (\d+) bytes a parameter", lines[-1])
+    assert found
+    assert 0 < int(found[1]) <= 1000
