@@ -285,6 +285,11 @@ def bounds_of(
     for trace in nudged:
         for change in compare(trace, want, rate, _Anything()):
             free[change.key] = max(free[change.key], change.error)
+    # Gradients' roundings may cancel in a step's norm by chance, so norms have the
+    # largest change of all steps.
+    norms = [key for key in free if key[1] == "norm"]
+    largest = max((free[key] for key in norms), default=0.0)
+    free |= dict.fromkeys(norms, largest)
     bounds = {key: FACTOR * error + least for key, error in free.items()}
     for key, rounding in _roundings_of_updates(want):
         bounds[key] += rounding
