@@ -90,8 +90,10 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = self.output(self.norm(x))
+        # The loss of 16-bit logits is computed in float32.
+        wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+            logits.flatten(0, 1).to(wide), targets.flatten(), reduction="sum"
         )
 
 
