@@ -76,9 +76,9 @@ _enter(
 )  # fmt: skip
 _enter(
     "rope angles are in 16 bits",
-    "gqa", "pp2 1f1b:3", (rope.Rope, "angles"),
+    "gqa", "pp2 1f1b:3", (rope.SharedAngles, "__call__"),
     "torch.promote_types(dtype, torch.float32)", "dtype",
-    "models/rope.py: Rope.angles computes",
+    "models/rope.py: Rope.frequencies computes",
 )  # fmt: skip
 _enter(
     "the loss of a token is in 16 bits",
