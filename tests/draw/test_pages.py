@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as xml
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -248,8 +249,9 @@ for (const key of ["n", "n", "ArrowDown", "+", "ArrowRight", "0", "Escape", "n",
 def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(
     tmp_path: Path,
 ) -> None:
+    picture = replace(BOTH, names=("predicted", "measured"), limit=8.0)
     dom, console = opened(
-        page(BOTH).replace("</body>", KEYS + "</body>"), tmp_path
+        page(picture).replace("</body>", KEYS + "</body>"), tmp_path
     )
     assert console == []
     said = re.search(r'id="details"[^>]*>(.*?)</p>', dom, re.S)
@@ -260,6 +262,11 @@ def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(
     assert "takes 0.5" in said[1]
     # The lanes, and memory of two ranks twice.
     assert dom.count("<canvas") == 1 + 4
+    names = re.findall(r'aria-label="Memory of (.*?) over time', dom)
+    assert names == [
+        "rank 0, predicted", "rank 0, measured", "rank 1, predicted", "rank 1, measured"
+    ]  # fmt: skip
+    assert "A rank may use 8 B, of which this is" in dom
 
 
 @needs_chromium

@@ -104,13 +104,82 @@ def test_what_a_rank_holds_is_an_area_as_high_as_its_bytes() -> None:
     floor = max(y for _, y in corners(low))
     # 400 bytes are the whole row. Kinds are stacked by name: activations first, weights on top.
     heights = [floor - y for _, y in corners(low)][1:-1:2]
-    assert [h / 64 * 400 for h in heights] == pytest.approx(
+    assert [h / 96 * 400 for h in heights] == pytest.approx(
         [0, 300, 50], abs=0.1
     )
     tops = [floor - y for _, y in corners(high)][1:-1:2]
-    assert [h / 64 * 400 for h in tops] == pytest.approx(
+    assert [h / 96 * 400 for h in tops] == pytest.approx(
         [100, 400, 150], abs=0.1
     )
+
+
+def axis_of(drawn: str) -> dict[str, float]:
+    """The numbers of a row's own axis, with the heights of their lines above its floor."""
+    tree = xml.fromstring(drawn)
+    words = [
+        e for e in tree.iter(f"{SVG}text") if e.get("class") == "soft end"
+    ]
+    # Lines of the axis start left of the row and end at its right edge.
+    lines = [
+        float(e.get("y1", 0))
+        for e in tree.iter(f"{SVG}line")
+        if e.get("class") == "grid" and e.get("y1") == e.get("y2")
+    ]
+    floor = max(lines)
+    return {str(e.text): floor - y for e, y in zip(words, lines, strict=True)}
+
+
+def test_memory_has_an_axis_in_bytes_and_the_limit_of_the_device() -> None:
+    memory = {0: ((0.0, {"weights": 3e6}), (2.0, {"weights": 4e6}))}
+    near = Picture("", Timeline(SPANS[:5], memory), limit=8e6)
+    drawn = memory_svg(near, 860)
+    # 8 MB, the limit, are the whole row of 96 pixels: a number each 2 MB.
+    assert axis_of(drawn) == pytest.approx(
+        {"0 B": 0, "2 MB": 24, "4 MB": 48, "6 MB": 72, "8 MB": 96}
+    )
+    (limit,) = (
+        e
+        for e in xml.fromstring(drawn).iter(f"{SVG}line")
+        if e.get("class") == "limit"
+    )
+    (area,) = (e for e, _ in tips(drawn, "polygon"))
+    floor = max(y for _, y in corners(area))
+    assert floor - float(limit.get("y1", 0)) == pytest.approx(96, abs=0.1)
+    assert "A rank may use 8 MB, of which this is 50 %, the dashed" in drawn
+    # A limit of 80 GB would leave no height to what is held.
+    far = memory_svg(Picture("", near.timeline, limit=80e9), 860)
+    assert list(axis_of(far)) == ["0 B", "1 MB", "2 MB", "3 MB", "4 MB"]
+    assert 'class="limit"' not in far
+    assert "A rank may use 80 GB, of which this is 0.005 %." in far
+
+
+def test_kinds_of_a_step_differ_in_letters_and_texture_not_in_colour_alone() -> (
+    None
+):
+    """Counting tokens, agreeing on the norm and waiting were three grey bars."""
+    spans = (
+        Span(0, "agree", Op("N"), 0.0, 3.0),
+        Span(0, "compute", F, 3.0, 6.0),
+        Span(0, "agree", Op("A"), 6.0, 9.0),
+        Span(1, "compute", F, 0.0, 12.0),
+    )
+    drawn = breakdown_svg(Picture("", Timeline(spans)), 860)
+    tree = xml.fromstring(drawn)
+    texts = [e.text for e in tree.iter(f"{SVG}text")]
+    assert "count tokens 25.0 %" in texts
+    assert "agree on norm 25.0 %" in texts
+    # The legend has each letter, and the empty box of idle time.
+    assert {"N", "F", "A", "idle"} <= set(texts)
+    looks = {}
+    elements = list(tree)
+    for element, following in pairwise(elements):
+        tip = element.findtext(f"{SVG}title") or ""
+        if tip.startswith("rank 0: "):
+            striped = following.get("class") == "stripes"
+            look = (element.get("fill"), element.get("class"), striped)
+            looks[tip.partition(": ")[2].rpartition(", ")[0]] = look
+    assert len(looks) == 4
+    assert len(set(looks.values())) == 4
 
 
 def test_a_message_lasts_from_its_sending_until_it_is_received() -> None:
@@ -207,6 +276,11 @@ def test_each_rank_has_the_rows_that_plain_tensors_say() -> None:
     # Each number has one owner.
     assert sorted(seen) == whole.flatten().tolist()
     drawn = shards_svg(slices, 860)
+    texts = list(xml.fromstring(drawn).iter(f"{SVG}text"))
+    heads = [e.text for e in texts if e.get("class") == "mid"]
+    assert heads == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    names = [e.text for e in texts if e.get("class") == "name"]
+    assert "embed.tokens.weight  16 x 8" in names
     shown = [words.split(";")[0] for _, words in tips(drawn, "rect")]
     assert len(shown) == len(set(shown))
     first = {}
@@ -318,7 +392,8 @@ def test_the_loss_is_what_was_written_and_words_of_restarts_stand_above_it(
         if e.get("class") == "grid"
     )
     highest = min(y for line in lines for _, y in corners(line))
-    assert max(float(e.get("y", 0)) for e in words) < top <= highest
+    assert max(float(e.get("y", 0)) for e in words) < top
+    assert top <= highest + 0.1  # coordinates have one or two digits
 
 
 def test_words_of_many_restarts_do_not_cover_each_other(

@@ -15,7 +15,13 @@ from phalanx.layout import Layout, LayoutError, Run, RunError
 from phalanx.program import ProgramError, Timeline
 from phalanx.train.precision import precision_of
 from phalanx.train.program import fitting_program, maker_of
-from phalanx.train.rank import GIB, Rank, batches_of, memory_limit
+from phalanx.train.rank import (
+    GIB,
+    Rank,
+    batches_of,
+    device_memory,
+    memory_limit,
+)
 
 STRANGER = f"{Path(__file__).parents[2] / 'examples' / 'stranger.py'}:Stranger"
 SMALL = (
@@ -231,6 +237,22 @@ def test_a_run_that_recomputes_to_fit_learns_as_one_that_does_not(
         spans = Timeline.from_json((out / "timeline.json").read_text()).spans
         assert any(span.op.kind == "R" for span in spans) == bool(more)
     assert ends[0] == ends[1]
+
+
+def test_ranks_on_a_cpu_share_the_memory_of_their_host() -> None:
+    world = AloneWorld("cpu")
+    whole = 1024 * int(
+        next(
+            line.split()[1]
+            for line in Path("/proc/meminfo").read_text().splitlines()
+            if line.startswith("MemTotal")
+        )
+    )
+    run = Run.parse("")
+    assert device_memory(run, world, {}) == pytest.approx(whole)
+    four = device_memory(run, world, {"LOCAL_WORLD_SIZE": "4"})
+    assert four == pytest.approx(whole / 4)
+    assert device_memory(Run.parse("memory = 2.5"), world, {}) == 2.5 * GIB
 
 
 def test_without_a_gpu_the_memory_to_fit_must_be_said() -> None:

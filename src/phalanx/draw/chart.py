@@ -188,7 +188,9 @@ class _Scale:
         elif (
             start > end
         ):  # a vertical axis: a line along its edge is hard to see
-            self.high += (self.high - self.low) / 12
+            room = (self.high - self.low) / 12
+            self.high += room
+            self.low -= room * (not axis.zero)
 
     def _log(self, value: float) -> float:
         return math.log(value, self.axis.base) if self.axis.base else value

@@ -177,13 +177,51 @@ def line(
     return tag("line", *inside, x1=x1, y1=y1, x2=x2, y2=y2, cls=cls)
 
 
+# Stripes by which fills of one colour differ.
+PLAIN, UPRIGHT, FLAT, CROSSED = "", "upright", "flat", "crossed"
+TEXTURES = (PLAIN, UPRIGHT, FLAT, CROSSED)
+_STRIPES = 4.0  # pixels between two stripes
+
+
+def stripes(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    texture: str,
+    ink: str,
+) -> Html:
+    """The stripes of a rectangle; "" if it is plain or narrower than two stripes.
+
+    Lines of a path, as a page must not refer to patterns by their address.
+    """
+    columns = range(1, int(width / _STRIPES) + 1)
+    rows = range(1, int(height / _STRIPES) + 1)
+    across = (
+        f"M{x + n * _STRIPES - 1:.1f} {y:.1f}v{height:.1f}" for n in columns
+    )
+    down = (f"M{x:.1f} {y + n * _STRIPES - 1:.1f}h{width:.1f}" for n in rows)
+    parts = list[str]()
+    if texture in (UPRIGHT, CROSSED):
+        parts += across
+    if texture in (FLAT, CROSSED):
+        parts += down
+    if not parts:
+        return Html("")
+    return tag("path", d="".join(parts), cls="stripes", stroke=ink)
+
+
 class KeyEntry(NamedTuple):
-    """The meaning of a colour, and the letter on it."""
+    """The meaning of a colour, and the letter on it.
+
+    Without a colour, the entry is an empty box with a dashed outline.
+    """
 
     fill: str
     words: str
     letter: str = ""
     ink: str = ""
+    texture: str = PLAIN
 
 
 def key(
@@ -191,13 +229,17 @@ def key(
 ) -> tuple[list[Html], float]:
     """A legend of colours in as many lines as needed, and the y coordinate of its end."""
     x, out = 20.0, list[Html]()
-    for fill, words, letter, ink in entries:
+    for fill, words, letter, ink, texture in entries:
         need = 28 + LETTER * len(words)
         # The next entry would leave the page: begin a new line.
         if x + need > width - 20 and x > 20:
             x, y = 20.0, y + 22
-        out.append(box(x, y - 12, 16, 16, rx=2, fill=fill))
+        look = "" if fill else "empty"
+        out.append(box(x, y - 12, 16, 16, rx=2, fill=fill, cls=look))
+        out.append(stripes(x, y - 12, 16, 16, texture, ink))
         if letter:
+            if texture:
+                out.append(box(x + 3, y - 10, 10, 12, fill=fill))
             out.append(label(x + 8, y, letter, "cell", ink))
         out.append(label(x + 21, y, words))
         x += need + 10
@@ -219,12 +261,11 @@ def document(
             body.append(label(20, height, words, "soft"))
             height += 20
     card = box(0.5, 0.5, width - 1, height - 1, cls="page", rx=8)
-    heading = label(20, 30, title, "title")
     inside = [
         tag("title", title),
         tag("style", Html(_STYLE)),
         card,
-        heading,
+        *_heading(title, width),
         *body,
     ]
     size = {"viewBox": f"0 0 {width:.0f} {height:.0f}"}
@@ -240,3 +281,18 @@ def document(
         )
         + "\n"
     )
+
+
+def _heading(title: str, width: float) -> list[Html]:
+    """The title in one line; in two smaller ones where it is wider than the card."""
+    room = width - 40
+    # A letter of 15 pixels takes 8.2 on average, one of 12 pixels 6.7.
+    if len(title) * 8.2 <= room:
+        return [label(20, 30, title, "title")]
+    lines = wrapped(title, int(room / 6.7))
+    if len(lines) > 2:
+        lines = [lines[0], f"{lines[1]} ..."]
+    return [
+        label(20, 19 + 16 * n, words, "title long")
+        for n, words in enumerate(lines)
+    ]

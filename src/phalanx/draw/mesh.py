@@ -270,7 +270,7 @@ def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
         groups = picture.mesh.groups([axis])
         # The number of each rank's group, which gives its colour and letter.
         of = {rank: g for g, group in enumerate(groups) for rank in group}
-        title = f"groups along {axis}: {len(groups)} of {len(groups[0])}; same letter, same group"
+        title = f"groups along {axis}: {len(groups)} of {len(groups[0])}; letters name them"
         grids.append((title, of))
     body: list[Html] = []
     y, width = 44.0, min(420.0, most - 20)
@@ -290,7 +290,7 @@ def _panels(
     most: float,
 ) -> tuple[list[Html], float, float]:
     """Draw one grid in rows of panels; returns its bottom and right ends."""
-    cell, tall = (34, 24) if group_of else (64, 40)
+    cell, tall = (44, 36) if group_of else (64, 40)
     x, y, right = 20.0, top, 0.0
     out: list[Html] = []
     first_title, grid = picture.panels[0]
@@ -334,7 +334,8 @@ def _square(
     if group is not None:
         # a to z, then aa, bb ...
         letters = ascii_lowercase[group % 26] * (group // 26 + 1)
-        yield label(middle, centre + 4, f"{letters}{rank}", "cell", "#000000")
+        yield label(middle, centre - 2, rank, "cell", "#000000")
+        yield label(middle, centre + 12, letters, "cell", "#000000")
         return
     yield label(middle, centre - 2, rank, "cell", "#000000")
     # The panel's title has the coordinates along the other axes.

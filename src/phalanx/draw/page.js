@@ -4,7 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const canvas = document.getElementById("lanes");
 const details = document.getElementById("details");
-const ROW = 28, LANE = 18, GAP = 5, HEAD = 26, PAD = 10, MEMORY = 84;
+const ROW = 28, LANE = 18, GAP = 5, HEAD = 26, PAD = 10, MEMORY = 132;
 const FONT = "ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif";
 const MEMORY_COLOURS = ["#56b4e9", "#e69f00", "#2fb98f", "#cc79a7", "#0072b2", "#d55e00", "#f0e442", "#8c6bb1"];
 const HINT = "Point at an operation, or press n in the timeline.";
@@ -27,14 +27,16 @@ const charts = data.memory.map((one) => {
   const chart = document.createElement("canvas");
   chart.setAttribute("role", "img");
   one.most = Math.max(...one.points.map((p) => p.slice(1).reduce((a, b) => a + b, 0)), 1e-12);
-  const name = one.source ? `  ${data.names[1]}` : `rank ${one.rank}`;
-  chart.setAttribute("aria-label", `Memory of rank ${one.rank} over time, at most ${amount(one.most)}`);
+  const name = `rank ${one.rank}` + (data.names.length ? `, ${data.names[one.source]}` : "");
+  chart.setAttribute("aria-label", `Memory of ${name} over time, at most ${amount(one.most)}`);
   return { ...one, chart, name };
 });
 if (charts.length) {
   const box = document.getElementById("memory");
   const heading = document.createElement("h2");
   heading.textContent = `What each rank holds, in ${data.unit}`;
+  const about = document.createElement("p");
+  about.textContent = `${data.limit_words} The kinds lie above each other in the order of the legend.`.trim();
   const legend = document.createElement("div");
   legend.className = "legend";
   for (const [i, kind] of kinds.entries()) {
@@ -44,7 +46,7 @@ if (charts.length) {
     key.append(swatch, kind);
     legend.append(key);
   }
-  box.append(heading, legend, ...charts.map((one) => one.chart));
+  box.append(heading, about, legend, ...charts.map((one) => one.chart));
   for (const one of charts) {
     one.chart.style.marginBottom = "6px";
     one.chart.addEventListener("pointermove", (event) => {
@@ -160,18 +162,27 @@ function mix(colour, tint) {
   return `rgb(${at(1)},${at(3)},${at(5)})`;
 }
 
+// The highest amount of the memory axis, which all ranks share.
+const upper = Math.max(data.limit, ...charts.map((c) => c.most));
+
+// Round amounts from 0 to the top, four at most above 0.
+function amounts() {
+  const power = 10 ** Math.floor(Math.log10(upper / 4));
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= (upper / 4) * (1 - 1e-9));
+  return Array.from({ length: Math.floor(upper / step + 1e-9) + 1 }, (_, i) => i * step);
+}
+
 function drawMemory(one) {
-  const pen = sheet(one.chart, MEMORY), floor = MEMORY - 8, room = MEMORY - 18;
-  const top = Math.max(...charts.map((c) => c.most));
-  const y = (amount) => floor - (amount / top) * room;
+  const pen = sheet(one.chart, MEMORY), ceiling = 22, floor = MEMORY - 20, room = floor - ceiling;
+  const y = (amount) => floor - (amount / upper) * room;
   const base = one.points.map(() => 0);
   for (const [k, kind] of one.kinds.entries()) {
-    const upper = one.points.map((p, i) => base[i] + Math.max(p[k + 1], 0));
+    const edge = one.points.map((p, i) => base[i] + Math.max(p[k + 1], 0));
     pen.beginPath();
     for (const [i, p] of one.points.entries()) {
       const next = i + 1 < one.points.length ? one.points[i + 1][0] : data.end;
-      pen.lineTo(x(p[0]), y(upper[i]));
-      pen.lineTo(x(next), y(upper[i]));
+      pen.lineTo(x(p[0]), y(edge[i]));
+      pen.lineTo(x(next), y(edge[i]));
     }
     for (let i = one.points.length - 1; i >= 0; i--) {
       const next = i + 1 < one.points.length ? one.points[i + 1][0] : data.end;
@@ -180,14 +191,37 @@ function drawMemory(one) {
     }
     pen.fillStyle = MEMORY_COLOURS[kinds.indexOf(kind) % MEMORY_COLOURS.length];
     pen.fill();
-    upper.forEach((u, i) => { base[i] = u; });
+    edge.forEach((u, i) => { base[i] = u; });
   }
-  grid(pen, [4, floor]);
-  pen.clearRect(0, 0, margin - 2, MEMORY);
-  pen.fillStyle = style("--ink");
-  pen.fillText(one.name.trim(), one.source ? 22 : 12, MEMORY / 2 - 7);
+  grid(pen, [ceiling, floor + 3]);
+  const right = canvas.clientWidth - PAD;
+  rule(pen, style("--line"), amounts().map(y), right);
+  if (data.limit) {
+    pen.setLineDash([6, 3]);
+    rule(pen, style("--bad"), [y(data.limit)], right);
+    pen.setLineDash([]);
+  }
+  pen.clearRect(0, 0, margin - 4, MEMORY); // what was panned under the labels
   pen.fillStyle = style("--soft");
-  pen.fillText(`most ${data.unit === "bytes" ? amount(one.most) : short(one.most)}`, one.source ? 22 : 12, MEMORY / 2 + 8);
+  pen.textAlign = "center";
+  for (const time of marks()) pen.fillText(short(time) + data.clock, x(time), floor + 11);
+  pen.textAlign = "right";
+  for (const held of amounts()) pen.fillText(data.unit === "bytes" ? amount(held) : short(held), margin - 7, y(held));
+  pen.textAlign = "left";
+  pen.fillStyle = style("--ink");
+  const most = data.unit === "bytes" ? amount(one.most) : short(one.most);
+  pen.fillText(`${one.name}: at most ${most}`, 12, 11);
+}
+
+// Horizontal lines over the plot.
+function rule(pen, colour, heights, right) {
+  pen.strokeStyle = colour;
+  for (const height of heights) {
+    pen.beginPath();
+    pen.moveTo(margin - 4, Math.round(height) + 0.5);
+    pen.lineTo(right, Math.round(height) + 0.5);
+    pen.stroke();
+  }
 }
 
 let waiting = false;

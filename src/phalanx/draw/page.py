@@ -85,8 +85,15 @@ def timeline(picture: Picture) -> Html:
     ]
     spoken = {"aria_label": "Timeline: each rank's operations over time"}
     spoken |= {"aria_describedby": "details", "role": "application"}
-    head = ("", *picture.names, "difference, of the step")
-    words = "Time of all ranks by kind of operation; of messages where nothing else is done"
+    times = [
+        f"{name}, {picture.clock.strip()}" if picture.clock else name
+        for name in picture.names
+    ]
+    head = ("", *times, "difference")
+    words = (
+        "Time of the ranks shown, by kind of operation; of messages where nothing else is done."
+        " Differences are shares of the predicted step."
+    )
     data = json.dumps(_data(picture), separators=(",", ":"), ensure_ascii=True)
     # `<` as \u003c is the same in JSON.
     for character in "<>&":  # nothing in the data may end the script element
@@ -144,11 +151,14 @@ def _data(picture: Picture) -> dict[str, object]:
                         "points": amounts,
                     }
                 )
+    # A rank's measured memory comes right after its predicted one.
+    memory.sort(key=lambda one: (one["rank"], one["source"]))
     names = list(picture.names) if picture.other else []
     own = {
         name: getattr(picture, name)
         for name in ("start", "end", "clock", "unit")
     }
+    own |= {"limit": picture.limit_shown, "limit_words": picture.limit_words}
     return own | {
         "names": names,
         "tracks": tracks,

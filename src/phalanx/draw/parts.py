@@ -3,30 +3,30 @@
 `svg` and `page` show when each operation ran.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from ..layout.numbers import bytes_text
 from ..program import Timeline
-from .markup import COLOURS, WIDE, Html, KeyEntry
+from .markup import COLOURS, TEXTURES, WIDE, Html, KeyEntry
 from .picture import LEGEND, PAINTS, Picture, named
 from .svg import Area, Bar, Row, gantt
-from .words import number
+from .words import number, ticks
 
-_IDLE = "#c8ced6"
-_TALL = 64  # pixels of a rank's memory
+_TALL = 96  # pixels of a rank's memory
 
 
 def _ranks(picture: Picture) -> Iterator[tuple[int, str, Timeline]]:
     """Every rank of each timeline with its name; the second's follows the first's."""
-    for rank in picture.timeline.ranks:
+    ranks = {rank for timeline in picture.timelines for rank in timeline.ranks}
+    for rank in sorted(ranks):
         for source, timeline in enumerate(picture.timelines):
-            if rank in timeline.ranks:
-                name = (
-                    f"  {picture.names[1]}"
-                    if source
-                    else picture.name_of(rank)
-                )
-                yield rank, name, timeline
+            if rank not in timeline.ranks:
+                continue
+            name = picture.name_of(rank)
+            if source:
+                below = rank in picture.timeline.ranks
+                name = f"{'' if below else name}  {picture.names[1]}"
+            yield rank, name, timeline
 
 
 def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
@@ -34,32 +34,33 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
 
     Messages count only while nothing is computed.
     """
-    rows, kinds = [], set[str]()
-    for rank, name, timeline in _ranks(picture):
-        parts, bars, at = timeline.breakdown(rank), list[Bar](), 0.0
-        # "" stands for idle time, which comes last.
-        for kind in (*LEGEND, ""):
+    shares = [
+        (name, timeline, timeline.breakdown(rank))
+        for rank, name, timeline in _ranks(picture)
+    ]
+    # "" stands for idle time, which comes last.
+    kinds = [k for k in (*LEGEND, "") if any(k in part for *_, part in shares)]
+    textures = _textures(kinds)
+    rows = []
+    for name, timeline, parts in shares:
+        bars, at = list[Bar](), 0.0
+        for kind in kinds:
             if not (time := parts.get(kind, 0.0)):
                 continue
-            kinds.add(kind)
-            fill, ink = (
-                (PAINTS[kind].fill, PAINTS[kind].ink)
-                if kind
-                else (_IDLE, "#000000")
-            )
             share = f"{100 * time / timeline.makespan:.1f} %"
             took = f"{number(time)}{picture.clock}, {share} of the step"
             tip = f"{name.strip()}: {named(kind)} {took}"
-            bars.append(Bar(at, at + time, fill, ink, tip, (share,)))
+            words = (f"{named(kind)} {share}", f"{kind} {share}".strip(), kind)
+            fill, ink = _look(kind)
+            texture = textures[kind]
+            bars.append(Bar(at, at + time, fill, ink, tip, words, texture))
             at += time
         # Indented names belong to the second timeline, below the first.
         rows.append(Row(name, bars, main=not name.startswith(" "), tall=22))
-    fills = (
-        (k, PAINTS[k].fill if k else _IDLE)
-        for k in (*LEGEND, "")
-        if k in kinds
-    )
-    colours = [KeyEntry(fill, named(kind)) for kind, fill in fills]
+    entries = []
+    for kind in kinds:
+        fill, ink = _look(kind)
+        entries.append(KeyEntry(fill, named(kind), kind, ink, textures[kind]))
     return gantt(
         "where the time of each rank goes",
         rows,
@@ -67,11 +68,27 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
         max(t.makespan for t in picture.timelines),
         clock=picture.clock,
         notes=[
-            "What runs beside computing is counted where the rank computes nothing."
+            "The parts stand in the order of the legend. What runs beside computing is counted where"
+            " the rank computes nothing."
         ],
-        colours=colours,
+        colours=entries,
         width=width,
     )
+
+
+def _look(kind: str) -> tuple[str, str]:
+    """The fill and ink of a part of the step; idle time is an empty box."""
+    return (PAINTS[kind].fill, PAINTS[kind].ink) if kind else ("", "")
+
+
+def _textures(kinds: Sequence[str]) -> dict[str, str]:
+    """A texture for each kind, such that kinds of one colour differ."""
+    seen, found = Counter[str](), dict[str, str]()
+    for kind in kinds:
+        fill, _ = _look(kind)
+        found[kind] = TEXTURES[seen[fill] % len(TEXTURES)]
+        seen[fill] += 1
+    return found
 
 
 def memory_svg(picture: Picture, width: float = WIDE) -> Html:
@@ -98,11 +115,12 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
         }
     )
     fills = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
-    write = (
-        bytes_text
-        if picture.unit == "bytes"
-        else lambda x: f"{number(x)} {picture.unit}"
-    )
+    limit = picture.limit_shown
+    top = max(most, limit)
+    # Four numbers above 0 at most: a row is low.
+    amounts = [
+        (amount, picture.amount(amount)) for amount in ticks(0, top, top / 4)
+    ]
     rows = []
     for rank, name, points in held:
         areas = []
@@ -113,11 +131,18 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
                 for time, now in points
             ]
             highest = max(amount for _, amount in levels)
-            tip = (
-                f"rank {rank}, {name.strip()}: {kind} at most {write(highest)}"
-            )
+            tip = f"rank {rank}, {name.strip()}: {kind} at most {picture.amount(highest)}"
             areas.append(Area(kind, levels, fills[kind], tip))
-        rows.append(Row(name, areas=areas, most=most, tall=_TALL))
+        rows.append(
+            Row(
+                name,
+                areas=areas,
+                most=top,
+                tall=_TALL,
+                amounts=amounts,
+                limit=limit,
+            )
+        )
     return gantt(
         "memory of each rank by kind",
         rows,
@@ -125,7 +150,8 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
         picture.end,
         clock=picture.clock,
         notes=[
-            f"A row is as high as the most that any rank holds: {write(most)}."
+            f"The fullest rank holds {picture.amount(most)}. {picture.limit_words}".strip(),
+            "The kinds lie above each other in the order of the legend.",
         ],
         colours=[KeyEntry(fill, kind) for kind, fill in fills.items()],
         width=width,

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from ..layout.numbers import bytes_text
 from ..program import (
     KINDS,
     Costs,
@@ -25,6 +26,9 @@ from ..program import (
 from .words import number
 
 PAINTS = {letter: kind.paint for letter, kind in KINDS.items()}
+# A limit is drawn if it is at most this many times what is held: otherwise the areas
+# would be too low to read.
+_WITHIN = 3.0
 LEGEND = {
     letter: kind.name
     for letter, kind in KINDS.items()
@@ -67,7 +71,7 @@ class Picture:
 
     `names` are the names of two timelines. `held` are microbatches in flight by rank.
     `notes` are sentences below the picture. `unit` is the unit of memory, `clock` that
-    of time.
+    of time. `limit` is the memory that a rank may use, 0 if unknown.
     """
 
     title: str
@@ -79,6 +83,7 @@ class Picture:
     labels: Mapping[int, str] = field(default_factory=dict)
     unit: str = "bytes"
     clock: str = ""
+    limit: float = 0.0
 
     def __repr__(self) -> str:
         return f"<Picture of {self.title!r}: {self.timeline!r}>"
@@ -117,6 +122,37 @@ class Picture:
     @cached_property
     def end(self) -> float:
         return max(t.start + t.makespan for t in self.timelines)
+
+    def amount(self, count: float) -> str:
+        """An amount of memory with its unit."""
+        if self.unit == "bytes":
+            return bytes_text(count)
+        return f"{number(count)} {self.unit}"
+
+    @cached_property
+    def most(self) -> float:
+        """The most memory that any rank holds; 0 if unknown."""
+        points = [
+            sum(held.values())
+            for timeline in self.timelines
+            for of_rank in (timeline.memory or {}).values()
+            for _, held in of_rank
+        ]
+        return max(points, default=0.0)
+
+    @property
+    def limit_shown(self) -> float:
+        """The limit of memory if it fits on an axis with what is held; otherwise 0."""
+        return self.limit if self.limit <= _WITHIN * self.most else 0.0
+
+    @property
+    def limit_words(self) -> str:
+        """The limit of memory in a sentence; "" if unknown."""
+        if not self.limit:
+            return ""
+        share = f"{100 * self.most / self.limit:.3g} %"
+        words = f"A rank may use {self.amount(self.limit)}, of which this is {share}"
+        return f"{words}{', the dashed line' * bool(self.limit_shown)}."
 
     @cached_property
     def tracks(self) -> tuple[Track, ...]:
@@ -239,16 +275,9 @@ class Picture:
         return tuple(lines)
 
     @cached_property
-    def differences(self) -> tuple[tuple[str, str, str, str], ...]:
-        """Time by kind of operation over all ranks, as cells of a table.
-
-        Name, time in the first timeline, time in the second, and the difference as a
-        share of the first step.
-        """
-        rows, whole = (
-            [],
-            self.timeline.makespan * len(self.timeline.ranks) or 1.0,
-        )
+    def times(self) -> tuple[tuple[str, float, float], ...]:
+        """Kinds of operation with their time over all ranks in each timeline."""
+        rows = []
         parts = [
             [t.breakdown(rank) for rank in t.ranks] for t in self.timelines
         ]
@@ -258,16 +287,34 @@ class Picture:
                 for of_ranks in parts
             ]
             if any(sums):
-                more = f"{100 * (sums[-1] - sums[0]) / whole:+.1f} %"
-                rows.append(
-                    (named(kind), number(sums[0]), number(sums[-1]), more)
-                )
+                rows.append((named(kind), sums[0], sums[-1]))
+        return tuple(rows)
+
+    @cached_property
+    def differences(self) -> tuple[tuple[str, str, str, str], ...]:
+        """Time by kind of operation over all ranks, as cells of a table.
+
+        Name, time in the first timeline, time in the second, and the difference as a
+        share of the first step.
+        """
+        rows = []
+        whole = self.timeline.makespan * len(self.timeline.ranks) or 1.0
+        for name, first, second in self.times:
+            more = f"{100 * (second - first) / whole:+.1f} %"
+            rows.append((name, number(first), number(second), more))
         return tuple(rows)
 
 
 def named(kind: str) -> str:
     """The name of a part of a step."""
     return LEGEND[kind] if kind else "idle"
+
+
+def every_rank(recorded: Recorded, costs: Costs | None = None) -> Picture:
+    """The measured timeline of all ranks, over the prediction of one of each list."""
+    measured = recorded.measured(every=True)
+    predicted = recorded.predicted(costs=costs)
+    return Picture("", _in_ms(predicted), _in_ms(measured), clock=" ms")
 
 
 def recorded_picture(

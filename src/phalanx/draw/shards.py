@@ -5,11 +5,23 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .markup import COLOURS, WIDE, Html, KeyEntry, box, document, key, label
-from .svg import tinted
+from .markup import (
+    LETTER,
+    WIDE,
+    Html,
+    KeyEntry,
+    box,
+    document,
+    key,
+    label,
+)
+from .words import wrapped
 
 RANKS = 16  # most that are shown
 _CELL, _GAP = 30, 8
+_NAME = 7.6  # width of an average character of a weight's name
+# A dark and a light colour, which differ without hue as well.
+_KEPT, _USED = "#0072b2", "#b6d7ec"
 
 
 class Slice(NamedTuple):
@@ -53,30 +65,37 @@ def shards_svg(slices: Sequence[Slice], width: float = WIDE) -> Html:
         # Further weights of this name on the rank, the first one not counted.
         more[name, each.rank] = more.get((name, each.rank), -1) + 1
     wide = min(64.0, (width - 40 + _GAP) / len(ranks) - _GAP)
-    body: list[Html] = []
+    fits = LETTER * len(f"rank {ranks[-1]}") <= wide
+    body: list[Html] = [] if fits else [label(20, 46, "rank", "soft")]
     for i, rank in enumerate(ranks):
-        body.append(label(20 + i * (wide + _GAP) + wide / 2, 54, rank, "mid"))
-    y = 62.0
+        middle = 20 + i * (wide + _GAP) + wide / 2
+        name = f"rank {rank}" if fits else str(rank)
+        body.append(label(middle, 60, name, "mid"))
+    y = 72.0
     for name, held in rows.items():
         shape = " x ".join(map(str, next(iter(held.values())).shape))
-        body.append(label(20, y + 12, f"{name}  {shape}", "soft"))
+        for words in wrapped(f"{name}  {shape}", int((width - 40) / _NAME)):
+            body.append(label(20, y + 12, words, "name"))
+            y += 16
         for i, rank in enumerate(ranks):
             x = 20 + i * (wide + _GAP)
-            body.append(box(x, y + 18, wide, _CELL, cls="idle"))
+            look = "idle" if rank in held else "empty"
+            body.append(box(x, y + 2, wide, _CELL, cls=look))
             if rank in held:
                 body += _part(
-                    held[rank], (x, y + 18, wide, _CELL), more[name, rank]
+                    held[rank], (x, y + 2, wide, _CELL), more[name, rank]
                 )
-        y += _CELL + 28
-    light = tinted(COLOURS[0], 1.0)
+        y += _CELL + 14
     meanings = (
-        KeyEntry(light, "computes with"),
-        KeyEntry(COLOURS[0], "keeps and updates"),
+        KeyEntry(_KEPT, "keeps and updates"),
+        KeyEntry(_USED, "also computes with"),
+        KeyEntry("", "does not hold"),
     )
     below, y = key(meanings, y + 16, width)
     title = "which part of each weight is on which rank"
     notes = [
-        "A column is a rank, a cell the whole weight: its rows from top to bottom."
+        "A column is a rank, a cell the whole weight: its rows from top to bottom. Weights of several"
+        " layers share a row, * is the layer."
     ]
     return document(title, width, y + 24, body + below, notes)
 
@@ -106,7 +125,7 @@ def _part(
         right - left,
         bottom - top,
         cls="op",
-        fill=tinted(COLOURS[0], 1),
+        fill=_USED,
         tip=tip,
     )
     if slice.kept is None:
@@ -123,6 +142,6 @@ def _part(
         top,
         right - left,
         bottom - top,
-        fill=COLOURS[0],
+        fill=_KEPT,
         pointer_events="none",
     )

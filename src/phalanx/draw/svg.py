@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..program import Span, ops
 from .markup import (
     LETTER,
+    PLAIN,
     Html,
     KeyEntry,
     box,
@@ -15,6 +16,7 @@ from .markup import (
     key,
     label,
     line,
+    stripes,
     tag,
 )
 from .picture import LEGEND, PAINTS, Picture, Track
@@ -24,7 +26,10 @@ _ROW, _LANE, _GAP, _PAD, _TOP = 26, 17, 4, 20, 62
 
 
 class Bar(NamedTuple):
-    """Something that takes time. `names` are possible labels, longest first."""
+    """Something that takes time. `names` are possible labels, longest first.
+
+    Without a fill, it is an empty box with a dashed outline.
+    """
 
     start: float
     end: float
@@ -32,6 +37,7 @@ class Bar(NamedTuple):
     ink: str
     tip: str
     names: tuple[str, ...] = ()
+    texture: str = PLAIN
 
 
 class Area(NamedTuple):
@@ -51,7 +57,7 @@ class Row:
     """One lane. A main row is taller and separate from the row above.
 
     `areas` are stacked, the first at the bottom. A sum of `most` fills the row's
-    height.
+    height. `amounts` are the numbers of the row's own axis; a line marks `limit`.
     """
 
     name: str
@@ -60,6 +66,8 @@ class Row:
     areas: Sequence[Area] = ()
     most: float = 1.0
     tall: int = 0
+    amounts: Sequence[tuple[float, str]] = ()
+    limit: float = 0.0
 
     @property
     def height(self) -> int:
@@ -94,7 +102,7 @@ def gantt(
 
     It is `width` pixels wide, or as wide as `scale` pixels per unit of time require.
     """
-    margin = _PAD + max([40.0, *(LETTER * len(row.name) + 12 for row in rows)])
+    margin = _PAD + max([40.0, *(_label_width(row) for row in rows)])
     room = width - margin - _PAD if width else 700.0
     at = _TimeScale(margin, scale or room / ((end - start) or 1), start, end)
     floor, body, axis = float(_TOP), list[Html](), list[Html]()
@@ -120,6 +128,12 @@ def gantt(
     )
 
 
+def _label_width(row: Row) -> float:
+    """Pixels on the left of a row: its name, and the numbers of its own axis."""
+    numbers = max([0, *(len(words) for _, words in row.amounts)])
+    return LETTER * (len(row.name) + numbers) + 12 + 8 * bool(numbers)
+
+
 def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     indent = len(row.name) - len(row.name.lstrip())
     soft = "" if row.main else "soft"
@@ -128,22 +142,41 @@ def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     )
     yield box(at.margin, top, at.x(at.end) - at.margin, row.height, cls="idle")
     yield from _areas(row, top, at)
+    yield from _amounts(row, top, at)
     for bar in row.bars:
         # Short bars stay visible, and neighbours are a pixel apart.
         x, width = (
             at.x(bar.start),
             max(0.75, (bar.end - bar.start) * at.scale - 1),
         )
-        look = {"cls": "op", "rx": min(2.0, width / 3), "fill": bar.fill}
+        cls = "op" if bar.fill else "op empty"
+        look = {"cls": cls, "rx": min(2.0, width / 3), "fill": bar.fill}
         yield box(x + 0.5, top, width, row.height, tip=bar.tip, **look)
-        for name in bar.names:
-            # The longest name that fits; none in a narrow bar.
-            if LETTER * len(name) + 2 <= width:
-                middle = x + 0.5 + width / 2
-                yield label(
-                    middle, top + row.height / 2 + 4, name, "cell", bar.ink
-                )
-                break
+        yield stripes(x + 0.5, top, width, row.height, bar.texture, bar.ink)
+        fitting = (n for n in bar.names if LETTER * len(n) + 2 <= width)
+        # The longest name that fits; none in a narrow bar.
+        if name := next(fitting, ""):
+            middle, wide = x + 0.5 + width / 2, LETTER * len(name) + 2
+            if bar.texture:  # letters on stripes are hard to read
+                plate = {"fill": bar.fill, "pointer_events": "none"}
+                yield box(middle - wide / 2, top + 3, wide, 16, **plate)
+            yield label(
+                middle, top + row.height / 2 + 4, name, "cell", bar.ink
+            )
+
+
+def _amounts(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
+    """The row's own axis: numbers on the left with lines, and the limit."""
+    left, right = at.margin, at.x(at.end)
+    for amount, words in row.amounts:
+        y = top + row.height * (1 - amount / row.most)
+        yield line(left - 4, y, right, y)
+        # The highest and the lowest number stay inside the row.
+        inside = min(max(y + 4, top + 9), top + row.height)
+        yield label(left - 7, inside, words, "soft end")
+    if row.limit:
+        y = top + row.height * (1 - row.limit / row.most)
+        yield line(left, y, right, y, "limit", "limit of the device")
 
 
 def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:

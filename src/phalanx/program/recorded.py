@@ -15,7 +15,7 @@ from statistics import median
 from ..layout.files import parse_json
 from .memory import Sizes
 from .ops import COMPUTES, RECEIVE, SEND, UPDATE
-from .program import Program, ProgramError
+from .program import Op, Program, ProgramError
 from .simulate import Costs, memory_over, simulate
 from .timeline import Span, Timeline
 
@@ -83,10 +83,11 @@ class Recorded:
             # Both ends have the time of the transfer, and one of them counts.
             if span.op.kind != SEND:
                 seen[key].append(span.end - span.start)
-        times = {
-            key: median(x) if key[0] in _BUSY else min(x)
-            for key, x in seen.items()
-        }
+        times = {}
+        for key, found in seen.items():
+            kind, _ = key
+            typical = median if kind in _BUSY else min
+            times[key] = typical(found)
         kinds = {"send": times.pop((RECEIVE, -1), 0.0)}
         # Operations without a piece are known by their kind alone.
         kinds |= {
@@ -101,20 +102,25 @@ class Recorded:
         """Simulate the program, with this run's own costs if no others are given."""
         return simulate(self.program, costs or self.costs(), sizes)
 
-    def measured(self, sizes: Sizes | None = None) -> Timeline:
+    def measured(
+        self, sizes: Sizes | None = None, *, every: bool = False
+    ) -> Timeline:
         """The measured timeline from time 0 of the ranks that a simulation shows.
 
+        With `every`, of all ranks.
         A message lasts from its send to its receipt. Its sender looks after it much
         later, often at the end of the step, and its receiver asks for it long before.
         """
         rows = range(len(self.program.rows))
         shown = {self.program.owner.index(row) for row in rows}
-        spans = [s for s in self._spans if s.rank in shown]
+        spans = [s for s in self._spans if every or s.rank in shown]
         zero = min(s.start for s in spans)
-        moved = tuple(
-            span._replace(start=span.start - zero, end=span.end - zero)
-            for span in spans
-        )
+        timed = []
+        for span in spans:
+            start = span.start - zero
+            end = span.end - zero
+            timed.append(span._replace(start=start, end=end))
+        moved = tuple(timed)
         return Timeline(
             moved, memory_over(self.program, sizes, moved) if sizes else None
         )
@@ -122,22 +128,9 @@ class Recorded:
     @cached_property
     def _spans(self) -> tuple[Span, ...]:
         """All spans; both ends of a message are clipped to its transfer time."""
-        sent = (s for s in self.timeline.spans if s.op.of)
-        ends = {
-            (s.op.kind, self._line(s.rank), s.op._replace(kind="")): s
-            for s in sent
-        }
         spans = []
         for s in self.timeline.spans:
-            # From the far end's view: the piece and the peer change places.
-            far = s.op._replace(kind="", piece=s.op.peer, peer=s.op.piece)
-            other = ends.get(
-                (
-                    SEND if s.op.kind == RECEIVE else RECEIVE,
-                    self._line(s.rank),
-                    far,
-                )
-            )
+            other = self.other_end(s)
             # A send ends with its receive, and a receive starts with its send.
             if other and s.op.kind == SEND:
                 s = s._replace(end=max(s.start, min(s.end, other.end)))
@@ -145,6 +138,29 @@ class Recorded:
                 s = s._replace(start=min(s.end, max(s.start, other.start)))
             spans.append(s)
         return tuple(spans)
+
+    def other_end(self, span: Span) -> Span | None:
+        """The receive of a sent message, or the send of a received one."""
+        if not span.op.of:
+            return None
+        kind = SEND if span.op.kind == RECEIVE else RECEIVE
+        # From the far end's view: the piece and the peer change places.
+        far = span.op._replace(kind="", piece=span.op.peer, peer=span.op.piece)
+        line = self._line(span.rank)
+        return self._ends.get((kind, line, far))
+
+    @cached_property
+    def _ends(self) -> dict[tuple[str, tuple[int, ...], Op], Span]:
+        """Both ends of all messages, by kind, pipeline, and the message itself."""
+        ends = {}
+        for span in self.timeline.spans:
+            if not span.op.of:
+                continue
+            kind = span.op.kind
+            line = self._line(span.rank)
+            message = span.op._replace(kind="")
+            ends[kind, line, message] = span
+        return ends
 
     def _line(self, rank: int) -> tuple[int, ...]:
         """A rank's coordinates except pp: messages stay among ranks that share them."""

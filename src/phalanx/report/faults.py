@@ -157,6 +157,17 @@ def _lives(spent: Spent) -> list[Bar]:
     return found
 
 
+def was_killed(before: Record, record: Record) -> bool:
+    """True if a record is the first of a process, and the one before it was killed."""
+    if not before or record["event"] == "hang":
+        return False
+    begins = record.get("began") != before.get("began")
+    # Records of earlier versions have no time of the process.
+    begins = begins or ("began" not in record and record["event"] == "start")
+    # Otherwise it ended by itself, or its watcher ended it.
+    return begins and before["event"] not in ("end", "stop", "hang")
+
+
 def _odd(spent: Spent) -> list[tuple[float, str, str]]:
     """List (time, kind, text) of all events other than steps. A process without an end
     was killed."""
@@ -165,11 +176,7 @@ def _odd(spent: Spent) -> list[tuple[float, str, str]]:
     at = 0.0
     for _, end, record in spent.records:
         event = str(record["event"])
-        other = record.get("began") != before.get("began")
-        other = other or ("began" not in record and event == "start")
-        begins = before and event != "hang" and other
-        # Neither "end" nor "stop" nor a hang: the process was killed.
-        if begins and before["event"] not in ("end", "stop", "hang"):
+        if was_killed(before, record):
             step = f" after step {before['step']}" if "step" in before else ""
             found.append((at, "killed", f"killed{step}, {seconds_text(at)}"))
         if event in _ODD and not record.get("error"):

@@ -5,7 +5,7 @@ The files are treated as data: text is escaped, and numbers are checked.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..layout.journal import read_journal
 from ..layout.numbers import binary_text
 from ..layout.url import redacted
 from .compared import Compared
-from .faults import faults_svg
+from .faults import faults_svg, was_killed
 
 MOST_RANKS = 4096  # maximum ranks in the picture of a mesh
 Draw = Callable[[float], Html]  # argument: the width in pixels
@@ -167,7 +167,8 @@ def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
         if step
         else paragraphs([more.no_step or "Not measured yet."])
     )
-    parts = partial(breakdown_svg, step) if step else None
+    every = more.every or step
+    parts = partial(breakdown_svg, every) if every else None
     # the watcher's messages, as shown on the screen
     hangs = Html(
         "".join(
@@ -191,6 +192,7 @@ def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
             draw=faults if faults(WIDE) else None,
         ),
         Section("One step, predicted and measured", measured),
+        Section("What happened in that step", paragraphs(more.happened)),
         Section(
             "Where the time of that step goes", name="breakdown", draw=parts
         ),
@@ -202,7 +204,7 @@ def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
         _mesh(journal.starts[-1]),
         *more.sections,
         Section("The run hung", hangs),
-        Section("What happened", _events(journal)),
+        Section("What happened in the run", _events(journal)),
         Section("Configuration", _configuration(folder)),
         Section("Versions", _versions(journal)),
     )
@@ -216,6 +218,8 @@ class Extras:
 
     step: Picture | None = None
     no_step: str = ""  # the reason why there is none
+    happened: tuple[str, ...] = ()  # the step in sentences
+    every: Picture | None = None  # the step of all ranks, if they are few
     compared: Compared | None = None
     sections: tuple[Section, ...] = ()
 
@@ -256,7 +260,7 @@ def _summary(journal: _Journal) -> Html:
     lines = [
         f"{name}, {parameters:,.0f} parameters, on {last.get('data')}; step {at:.0f} of"
         f" {last.get('steps')}, {ended}",
-        f"{len(journal.starts)} starts; the last as {_layout(last)} on {last.get('ranks')} ranks",
+        f"{_counted(len(journal.starts), 'start')}; the last as {_layout(last)} on {last.get('ranks')} ranks",
     ]
     if steps:
         # The median, because a step with a save or a validation takes longer.
@@ -272,6 +276,10 @@ def _summary(journal: _Journal) -> Html:
             f"validation loss {number(checked[-1], 'loss'):.4f} nats per token{more}"
         )
     return paragraphs(lines)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _lines(
@@ -413,16 +421,15 @@ def _mesh(start: Record) -> Section:
 
 def _events(journal: _Journal) -> Html:
     begun = number(journal.starts[0], "time")
-    rows = [
-        (
-            f"{number(r, 'time') - begun:.1f} s",
-            r["event"],
-            r.get("step", ""),
-            " ".join(_words(r)),
-        )
-        for r in journal.records
-        if r["event"] not in ("step", "memory", "hang", "sample")
-    ]
+    rows = []
+    before: Record = {}
+    for record in journal.records:
+        if was_killed(before, record):
+            rows.append(_event(before, begun, "killed", "the process ended"))
+        event = str(record["event"])
+        if event not in ("step", "memory", "hang", "sample"):
+            rows.append(_event(record, begun, event, _details(record)))
+        before = record
     return tag(
         "div",
         table(("after", "event", "step", "details"), rows, left=True),
@@ -430,16 +437,35 @@ def _events(journal: _Journal) -> Html:
     )
 
 
-def _words(record: Record) -> Iterator[str]:
-    names = "layout ranks why text path error loss bits_per_byte graphs"
-    for name in names.split():
+def _event(
+    record: Record, begun: float, event: str, details: str
+) -> tuple[object, ...]:
+    after = f"{number(record, 'time') - begun:.1f} s"
+    return after, event, record.get("step", ""), details
+
+
+# The values of an event that are shown, with the words around them.
+_DETAILS = {
+    "layout": "{}",
+    "ranks": "{} ranks",
+    "why": "{}",
+    "text": "{}",
+    "path": "in {}",
+    "error": "error: {}",
+    "loss": "loss {}",
+    "bits_per_byte": "{} bits per byte",
+    "graphs": "{} graphs",
+}
+
+
+def _details(record: Record) -> str:
+    parts = []
+    for name, words in _DETAILS.items():
         value = record.get(name)
         if value not in (None, ""):
-            yield (
-                f"{name} {value:.4f}"
-                if isinstance(value, float)
-                else f"{name} {value}"
-            )
+            text = f"{value:.4f}" if isinstance(value, float) else str(value)
+            parts.append(words.format(text))
+    return ", ".join(parts)
 
 
 def _configuration(folder: Path) -> Html:

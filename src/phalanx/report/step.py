@@ -4,6 +4,7 @@ the folder is run."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..draw import Slice, recorded_picture, shards_svg
+from ..draw.picture import every_rank
 from ..draw.shards import RANKS
 from ..layout import Layout, Shape
 from ..layout.codec import decode
@@ -24,6 +26,7 @@ from ..plan.profile import SoftwareProfile
 from ..plan.step import CostFunction, Pricer, Request
 from ..program import Recorded, Sizes
 from .compared import Compared, compare
+from .happened import happened, shown_ranks
 from .page import Extras, ReportError, Section, number, stretches
 
 if TYPE_CHECKING:
@@ -49,20 +52,21 @@ class Step:
     recorded: Recorded
     # median of the run's steps in this layout, without the first line
     usual: float | None
+    memory: float = 0.0  # bytes that a rank may use; 0 if not recorded
 
 
 def read_step(folder: Path) -> Step:
     """Read the step in a run's timeline.json. No code in the folder is run."""
-    recorded, text, number = read_recorded(folder)
+    recorded, text, at = read_recorded(folder)
     layout = Layout.parse(text)
-    start, steps = _stretch(folder, text, number)
+    start, steps = _stretch(folder, text, at)
     where, versions = folder / "metrics.jsonl", start.get("versions")
     if not isinstance(start.get("sequence", 0), int):
         raise ReportError(f"{where}: its start has no sequence. {_SHOWS}")
     # The model's own sizes, checked as a file of somebody else.
     shape = decode(Shape, start["model"], f"{where}, model", MachineFileError)
     return Step(
-        number,
+        at,
         layout,
         shape,
         own=str(start.get("own", "")),
@@ -73,7 +77,13 @@ def read_step(folder: Path) -> Step:
         recorded=recorded,
         # the first line covers the warm-up
         usual=median(steps[1:]) if len(steps) > 1 else None,
+        memory=_finite(number(start, "device_memory")),
     )
+
+
+def _finite(value: float) -> float:
+    """The value, or 0 if a record lacks it."""
+    return value if value > 0 and math.isfinite(value) else 0.0
 
 
 def predicted(
@@ -196,12 +206,30 @@ def step_extras(
         f"step {number}, predicted and measured",
     )
     picture = recorded_picture(recorded, sizes, costs, title)
+    notes = [*picture.notes, shown_ranks(recorded.program)]
     if sizes:
-        held = "Memory is computed from the program and its pieces, at the times of each step."
-        picture = replace(picture, notes=(*picture.notes, held))
+        notes.append(
+            "Memory is computed from the program and its pieces, at the times of each step."
+        )
+    picture = replace(
+        picture,
+        notes=tuple(filter(None, notes)),
+        limit=step.memory if step else 0.0,
+    )
+    device = step.device if step else ""
+    launched = device not in ("", "CPU")
+    told = happened(recorded, picture, number, launched)
     shards = Section("Shards", name="shards", draw=partial(shards_svg, slices))
     return Extras(
-        picture, compared=compared, sections=(shards,) if slices else ()
+        picture,
+        compared=compared,
+        happened=tuple(told),
+        every=(
+            every_rank(recorded, costs)
+            if recorded.program.mesh.size <= RANKS
+            else None
+        ),
+        sections=(shards,) if slices else (),
     )
 
 

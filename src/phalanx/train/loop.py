@@ -6,6 +6,7 @@ step, and each listener of a step is in a file of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -28,7 +29,7 @@ from .measured_step import MeasuredStep, log_graphs
 from .peak import peak_of
 from .precision import device_notices
 from .program import layout_for
-from .rank import Rank, counted_steps, keep_freed_memory
+from .rank import Rank, counted_steps, device_memory, keep_freed_memory
 from .reference_margins import give_reference
 from .resume import RunState, load_or_draw
 from .samples import Samples
@@ -274,6 +275,7 @@ def _log_start(rank: Rank, log: RunLog, start: int) -> None:
         parameters=rank.parameters,
         data=rank.batches.name,
         held=sum(unit.part for unit in rank.part.local.every_unit),
+        device_memory=device_memory(run, rank.world, os.environ),
     )
 
 

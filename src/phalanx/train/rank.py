@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from rank_watch import Positions
 from ..comm import World, agreement
 from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
+from ..layout.host import machine_memory
 from ..layout.run import DPO, Run, RunError
 from ..layout.run_checks import mistakes_of
 from ..parallel import (
@@ -97,6 +99,23 @@ def memory_limit(run: Run, world: World) -> float:
     # fragmentation.
     whole: int = torch.cuda.get_device_properties(world.device).total_memory
     return 0.8 * whole / world.sharing
+
+
+def device_memory(
+    run: Run, world: World, environment: Mapping[str, str]
+) -> float:
+    """The bytes that a rank may use at most: the run's limit, or those of its device.
+
+    Ranks on a CPU have equal shares of their host's memory. torchrun names their number;
+    other launchers do not, and then all ranks count as being on one host.
+    """
+    if run.memory:
+        return run.memory * GIB
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_properties(world.device)
+        return float(device.total_memory) / world.sharing
+    local = int(environment.get("LOCAL_WORLD_SIZE", world.size))
+    return machine_memory() / local
 
 
 def keep_freed_memory(device: torch.device) -> None:

@@ -1,0 +1,143 @@
+"""A measured step in sentences: waits of a step of two stages, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.draw import recorded_picture
+from phalanx.layout import Layout, plain_pieces
+from phalanx.program import (
+    Costs,
+    Op,
+    Recorded,
+    Span,
+    StepOptions,
+    Timeline,
+    build,
+    simulate,
+)
+from phalanx.report.happened import happened, shown_ranks, waits
+
+PROGRAM = build(
+    Layout.parse("dp2 pp2 gpipe:1"),
+    plain_pieces([range(1), range(1, 2)]),
+    StepOptions(agree=False),
+)
+# Ranks 0 and 1 are one pipeline, 2 and 3 the other, in which rank 3 is slow. Rank 0 and 2
+# sum gradients together, and so do 1 and 3.
+SLOW = {0: 1.0, 1: 1.0, 2: 1.0, 3: 5.0}
+
+
+def at(rank: int, lane: str, word: str, start: float, end: float) -> Span:
+    return Span(rank, lane, Op.parse(word), start, end)
+
+
+def of_last(rank: int, slow: float, summed: float) -> list[Span]:
+    """A last stage: receives at 1.5, computes, sends, and sums with its copy."""
+    back = 2 + 2 * slow
+    return [
+        at(rank, "act 0>1", "1F0<0", 0.0, 1.5),
+        at(rank, "compute", "1F0", 2.0, 2 + slow),
+        at(rank, "compute", "1B0", 2 + slow, back),
+        at(rank, "grad 1>0", "1B0>0", back, 30.0),
+        at(rank, "reduce", "1S", back, summed),
+        at(rank, "compute", "1U", summed, summed + 0.5),
+    ]
+
+
+def of_first(rank: int, back: float) -> list[Span]:
+    """A first stage: computes from 0 to 1, and again when the gradient is there."""
+    return [
+        at(rank, "compute", "0F0", 0.0, 1.0),
+        at(rank, "act 0>1", "0F0>1", 1.0, 30.0),
+        at(rank, "grad 1>0", "0B0<1", 1.0, back),
+        at(rank, "compute", "0B0", back, back + 2),
+        at(rank, "reduce", "0S", back + 2, 15.0),
+        at(rank, "compute", "0U", 15.0, 15.5),
+    ]
+
+
+RECORDED = Recorded(
+    PROGRAM,
+    Timeline(
+        (
+            *of_first(0, 4.25),
+            *of_last(1, 1.0, 13.0),
+            *of_first(2, 12.25),
+            *of_last(3, 5.0, 13.0),
+        )
+    ),
+)
+
+
+def seconds(rank: int) -> list[tuple[str, int, float]]:
+    """The waits of a rank: operation, the rank that was late, and the time."""
+    return [
+        (str(wait.op or ""), wait.late, pytest.approx(wait.seconds))
+        for wait in waits(RECORDED)
+        if wait.rank == rank
+    ]
+
+
+def test_a_wait_names_its_call_and_the_rank_that_was_late() -> None:
+    # Rank 0 waits for its gradient from 1 to 4.25, then from 6.25 to 15 for the sum, which
+    # rank 2 begins at 14.25.
+    assert seconds(0) == [("0B0<1", 1, 3.25), ("0S", 2, 8.75)]
+    # The input is there at 1.5; half a second later, rank 1 starts. Rank 3 begins the sum
+    # at 12.
+    assert seconds(1) == [("1F0<0", 0, 1.5), ("", -1, 0.5), ("1S", 3, 9.0)]
+    assert seconds(2) == [("0B0<1", 3, 11.25), ("0S", -1, 0.75)]
+    # Nobody else is late: this is what the sum itself takes.
+    assert seconds(3) == [("1F0<0", 2, 1.5), ("", -1, 0.5), ("1S", -1, 1.0)]
+
+
+def test_waits_and_computing_are_the_whole_time_of_a_rank() -> None:
+    timeline = RECORDED.timeline
+    for rank, end in ((0, 15.5), (1, 13.5), (2, 15.5), (3, 13.5)):
+        waited = sum(w.seconds for w in waits(RECORDED) if w.rank == rank)
+        assert waited + timeline.busy(rank) == pytest.approx(end)
+
+
+def test_the_step_is_told_in_sentences() -> None:
+    picture = recorded_picture(RECORDED, costs=Costs({"F": 1.0, "B": 1.0}))
+    lines = happened(RECORDED, picture, 7, launched=False)
+    assert lines[0].startswith("Step 7 took")
+    assert lines[1].startswith("Rank 0 computed for 3500 ms and waited for")
+    assert "8750 ms in sum gradients (rank 2 began last)" in lines[1]
+    assert "3250 ms for gradients from rank 1" in lines[1]
+    whole = "\n".join(lines)
+    assert "The longest single wait: rank 2, 11,250 ms" in whole
+    assert "for gradients from rank 3" in whole
+    assert "between rank 1 (2500 ms) and rank 3 (10,500 ms)" in whole
+    assert "The largest differences" in whole
+    on_gpu = happened(RECORDED, picture, 7, launched=True)
+    assert any("launched" in line for line in on_gpu)
+
+
+def test_one_rank_stands_for_all_with_its_list_and_the_page_says_so() -> None:
+    said = shown_ranks(PROGRAM)
+    assert "rank 0 for ranks 0, 2, rank 1 for ranks 1, 3" in said
+    alone = build(
+        Layout.parse("pp2 gpipe:1"),
+        plain_pieces([range(1), range(1, 2)]),
+        StepOptions(agree=False),
+    )
+    assert shown_ranks(alone) == ""
+
+
+def test_a_simulated_step_has_no_wait_but_those_of_its_pipeline() -> None:
+    program = build(
+        Layout.parse("pp2 gpipe:2"),
+        plain_pieces([range(1), range(1, 2)]),
+        StepOptions(agree=False),
+    )
+    made = simulate(program, Costs({"F": 1.0, "B": 2.0}))
+    # A simulated receive takes no time and ends when its message is there.
+    found = waits(Recorded(program, made))
+    by_rank = {
+        rank: sum(w.seconds for w in found if w.rank == rank)
+        for rank in made.ranks
+    }
+    # Rank 1 computes forwards from 1 to 3 and a backward until 5, for which rank 0, with its
+    # forwards done at 2, waits. The second gradient is there when it is needed.
+    assert by_rank == pytest.approx({0: 3.0, 1: 1.0})
