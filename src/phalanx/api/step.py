@@ -193,14 +193,12 @@ def draw(
         return MeshPicture.parse(name)
     if kind == "run":
         # A browser has no reports, and draws no recorded step.
-        from ..report.happened import shown_ranks
+        from ..report.happened import with_shown_ranks
 
         text = read_text(name, "recorded step", UsageError, TEXT)
         recorded = Recorded.parse(text)
         picture = recorded_picture(recorded)
-        shown = shown_ranks(recorded.program)
-        notes = tuple(filter(None, (*picture.notes, shown)))
-        return replace(picture, notes=notes)
+        return with_shown_ranks(picture, recorded.program)
     if terms.get("cluster") and _names_step(what, model):
         return _priced(_step_asked(what, model, terms), terms)
     return step_of(what, model, terms).picture(terms.get("repeat") or 1)

@@ -260,8 +260,10 @@ def _recorded(argv: list[str]) -> int:
     args = parser.read(argv)
     recorded = Recorded.parse(read(args.file, "recorded step"))
     predicted, measured = recorded.predicted(), recorded.measured()
+    from ..report.happened import with_shown_ranks
+
     # The prediction has the median costs of this very step.
-    picture = recorded_picture(recorded)
+    picture = with_shown_ranks(recorded_picture(recorded), recorded.program)
     if args.out:
         write(args.out, FORMATS, picture)
     both = {"predicted": _times(predicted), "measured": _times(measured)}

@@ -90,10 +90,13 @@ class Recorded:
             times[key] = typical(found)
         kinds = {"send": times.pop((RECEIVE, -1), 0.0)}
         # Operations without a piece are known by their kind alone.
-        kinds |= {
-            kind: time for (kind, piece), time in times.items() if piece < 0
-        }
-        exceptions = {key: time for key, time in times.items() if key[1] >= 0}
+        exceptions = {}
+        for key, time in times.items():
+            kind, piece = key
+            if piece < 0:
+                kinds[kind] = time
+            else:
+                exceptions[key] = time
         return Costs(kinds, exceptions)
 
     def predicted(

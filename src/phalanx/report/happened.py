@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rank_watch.diagnosis import span as ranks_text
@@ -125,6 +125,12 @@ def shown_ranks(program: Program) -> str:
         "One rank of each list of operations is shown. The others have the same list, for other"
         f" data or other shards: {listed}."
     )
+
+
+def with_shown_ranks(picture: Picture, program: Program) -> Picture:
+    """The picture with that sentence among its notes."""
+    shown = shown_ranks(program)
+    return replace(picture, notes=(*picture.notes, *filter(None, [shown])))
 
 
 def happened(

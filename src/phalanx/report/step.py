@@ -26,7 +26,7 @@ from ..plan.profile import SoftwareProfile
 from ..plan.step import CostFunction, Pricer, Request
 from ..program import Recorded, Sizes
 from .compared import Compared, compare
-from .happened import happened, shown_ranks
+from .happened import happened, with_shown_ranks
 from .page import Extras, ReportError, Section, number, stretches
 
 if TYPE_CHECKING:
@@ -206,16 +206,11 @@ def step_extras(
         f"step {number}, predicted and measured",
     )
     picture = recorded_picture(recorded, sizes, costs, title)
-    notes = [*picture.notes, shown_ranks(recorded.program)]
+    picture = with_shown_ranks(picture, recorded.program)
     if sizes:
-        notes.append(
-            "Memory is computed from the program and its pieces, at the times of each step."
-        )
-    picture = replace(
-        picture,
-        notes=tuple(filter(None, notes)),
-        limit=step.memory if step else 0.0,
-    )
+        held = "Memory is computed from the program and its pieces, at the times of each step."
+        picture = replace(picture, notes=(*picture.notes, held))
+    picture = replace(picture, limit=step.memory if step else 0.0)
     device = step.device if step else ""
     launched = device not in ("", "CPU")
     told = happened(recorded, picture, number, launched)
