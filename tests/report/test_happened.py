@@ -21,7 +21,7 @@ from phalanx.report.happened import happened, shown_ranks, waits
 PROGRAM = build(
     Layout.parse("dp2 pp2 gpipe:1"),
     plain_pieces([range(1), range(1, 2)]),
-    StepOptions(agree=False),
+    StepOptions(),
 )
 # Ranks 0 and 1 are one pipeline, 2 and 3 the other, in which rank 3 is slow. Rank 0 and 2
 # sum gradients together, and so do 1 and 3.
@@ -62,6 +62,8 @@ RECORDED = Recorded(
     Timeline(
         (
             *of_first(0, 4.25),
+            # Rank 1 looks after the count of tokens once its input is there.
+            at(1, "agree", "N", 0.0, 1.75),
             *of_last(1, 1.0, 13.0),
             *of_first(2, 12.25),
             *of_last(3, 5.0, 13.0),
@@ -83,9 +85,11 @@ def test_a_wait_names_its_call_and_the_rank_that_was_late() -> None:
     # Rank 0 waits for its gradient from 1 to 4.25, then from 6.25 to 15 for the sum, which
     # rank 2 begins at 14.25.
     assert seconds(0) == [("0B0<1", 1, 3.25), ("0S", 2, 8.75)]
-    # The input is there at 1.5; half a second later, rank 1 starts. Rank 3 begins the sum
+    # The input is there at 1.5, the count at 1.75; at 2, rank 1 starts. Rank 3 begins the sum
     # at 12.
-    assert seconds(1) == [("1F0<0", 0, 1.5), ("", -1, 0.5), ("1S", 3, 9.0)]
+    assert seconds(1) == [
+        ("1F0<0", 0, 1.5), ("N", -1, 0.25), ("", -1, 0.25), ("1S", 3, 9.0)
+    ]  # fmt: skip
     assert seconds(2) == [("0B0<1", 3, 11.25), ("0S", -1, 0.75)]
     # Nobody else is late: this is what the sum itself takes.
     assert seconds(3) == [("1F0<0", 2, 1.5), ("", -1, 0.5), ("1S", -1, 1.0)]
