@@ -8,12 +8,12 @@ import pytest
 
 from phalanx.layout import Layout, Shape
 from phalanx.layout.cases import SHAPES
-from phalanx.layout.delta import DELTA_SIZES
 from phalanx.layout.legal import legal
+from phalanx.layout.mixers import absent_sizes
 from phalanx.layout.shape import ShapeError
 
 DELTA = SHAPES["delta"]
-UNUSED = DELTA_SIZES | {"mixers": ()}
+UNUSED = dict(absent_sizes(())) | {"mixers": ()}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_ulysses_divides_heads_of_attention_alone() -> None:
 
 
 def test_blocks_repeat_the_mixers() -> None:
-    assert [DELTA.mixer(n) for n in range(1, 5)] == [
-        "delta", "delta", "attention", "delta",
+    rows = [DELTA.mixer(piece) for piece in range(6)]
+    assert [row and row.name for row in rows] == [
+        None, "delta", "delta", "attention", "delta", None,
     ]  # fmt: skip
-    assert [DELTA.delta(n) for n in (0, 1, 5)] == [False, True, False]

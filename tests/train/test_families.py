@@ -265,7 +265,7 @@ def test_layer_types_are_those_of_all_blocks(tmp_path: Path) -> None:
         return hub_shape(str(tmp_path))
 
     shape = read(*["full_attention"] * 3)
-    assert not any(shape.delta(piece) for piece in range(shape.pieces))
+    assert shape.mixers == ("attention",)
     assert shape.delta_heads == 0
     with pytest.raises(LayoutError, match="layer_types names 2 of 3 blocks"):
         read("linear_attention", "full_attention")

@@ -112,7 +112,8 @@ def measure_block(
     )
     # Multiply-adds per token, causal; the pairs that a mask leaves out are as many.
     attention = shape.mixing_work(1, sequence)
-    masked = 0 if shape.delta(1) else attention
+    mixer = shape.mixer(1)
+    masked = attention if mixer is not None and mixer.pairs else 0
     # Three times 2 FLOPs for each multiply-add: forward, and twice in the
     # backward.
     tokens = 3 * 2.0 * batch * sequence

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import World
 from ..layout import Layout
-from ..layout.delta import DELTA
+from ..layout.mixers import rows_in
 from ..layout.rules import Cut
 from ..models.decoder import Head
 from ..models.loss import whole_logits
@@ -41,11 +41,13 @@ class SharedReader(CachingReader):
         program: Program,
         weights: Mapping[str, Tensor],
     ) -> None:
-        if model.shape is not None and DELTA in model.shape.mixers:
-            raise GenerateError(
-                "delta layers have no cache, so the model is not sampled over ranks. Leave --layout"
-                " out."
-            )
+        mixers = rows_in(model.shape) if model.shape is not None else ()
+        for mixer in mixers:
+            if not mixer.cached:
+                raise GenerateError(
+                    f"{mixer.name} layers have no cache, so the model is not sampled over"
+                    " ranks. Leave --layout out."
+                )
         if not is_cacheable(model):
             raise GenerateError(
                 "only the built-in decoder is sampled over ranks. Leave --layout out."

@@ -2,7 +2,7 @@
 
 from .kinds import ByKind, one_block_of_each
 from .layout import Layout
-from .legal import Violation, legal, nearest
+from .legal import legal, nearest
 from .mesh import Axis, LayoutError, Mesh
 from .pieces import (
     PieceRow,
@@ -16,6 +16,7 @@ from .rules import Rules
 from .run import Run, RunError
 from .shape import Shape
 from .stages import piece_layout
+from .violation import Violation
 
 __all__ = [
     "Axis",

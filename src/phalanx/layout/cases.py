@@ -12,9 +12,10 @@ from .choices import ACCUM, FP32, FP64, SCHEDULES
 from .codec import decode
 from .exact import exact_batch
 from .layout import Layout
-from .legal import divisors, legal
+from .legal import legal
 from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape, ShapeError
+from .violation import divisors
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
 _WORDS = """; recompute:selective; offload:activations; gather:step; offload:weights; recompute:sqrt;

@@ -1,31 +1,30 @@
-"""Sizes, weights and work of gated delta rule layers (Yang et al. 2024).
+"""The row of gated delta rule layers (Yang et al. 2024): sizes, weights, rules and work.
 
-Such a layer is linear attention with a state. It takes the place of
-attention in a block. `models/delta.py` is the layer itself.
+Such a layer is linear attention with a state. `models/delta.py` is the layer itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .codec import Mistake, key
+from .layout import Layout
+from .mixer_row import MixerRow, MixerWeight
+from .violation import Violation, divisor_list
 
 if TYPE_CHECKING:
     from .shape import Shape
 
-ATTENTION, DELTA = "attention", "delta"
+_NAME = "delta"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaKeys:
     """The keys of a shape about these layers."""
 
-    mixers: tuple[str, ...] = key(
-        (),
-        "attention or delta for each block, repeated over the blocks; empty: attention",
-    )
     delta_heads: int = key(0, "value heads of a delta layer", maximum=1 << 16)
     delta_key_heads: int = key(
         0, "its query and key heads; 0: delta_heads", maximum=1 << 16
@@ -44,23 +43,7 @@ class DeltaKeys:
     )
 
 
-# The sizes of a layer, and their values in a shape without one.
-DELTA_SIZES: dict[str, Any] = {
-    each.name: each.default
-    for each in fields(DeltaKeys)
-    if each.name != "mixers"
-}
-
-
-class DeltaWeight(NamedTuple):
-    """A weight of a layer: its name in the block, its dims by name, their lengths."""
-
-    name: str
-    dims: str
-    lengths: tuple[int, ...]
-
-
-def fill_delta(shape: Shape) -> None:
+def _fill(shape: Shape) -> None:
     """Put the values that follow from others in place of 0."""
     if not shape.delta_heads:
         return
@@ -73,20 +56,9 @@ def fill_delta(shape: Shape) -> None:
         fill(shape, "delta_value_dim", shape.delta_key_dim)
 
 
-def delta_mistakes(shape: Shape) -> Iterator[Mistake]:
+def _mistakes(shape: Shape) -> Iterator[Mistake]:
     """Conflicts between sizes that are valid alone."""
-    for name in shape.mixers:
-        if name not in (ATTENTION, DELTA):
-            what = f"mixers names {name[:40]!r}"
-            yield Mistake("mixers", what, "Write attention or delta")
-    if len(shape.mixers) > shape.layers:
-        what = (
-            f"mixers has {len(shape.mixers)} words for {shape.layers} blocks"
-        )
-        yield Mistake("mixers", what, "Write at most one for each block")
-    if shape.mixers and shape.kind != "decoder":
-        yield Mistake("mixers", "mixers in an MLP", "Leave them out")
-    if DELTA not in shape.mixers:
+    if _NAME not in shape.mixers:
         yield from _unused(shape)
         return
     if not shape.delta_heads:
@@ -100,8 +72,9 @@ def delta_mistakes(shape: Shape) -> Iterator[Mistake]:
 
 def _unused(shape: Shape) -> Iterator[Mistake]:
     """Sizes of delta layers in a shape without one."""
-    for name, default in DELTA_SIZES.items():
-        if getattr(shape, name) == default:
+    for each in fields(DeltaKeys):
+        name = each.name
+        if getattr(shape, name) == each.default:
             continue
         what = f"{name} without a delta layer"
         yield Mistake(name, what, "Write mixers, or leave it out")
@@ -110,7 +83,7 @@ def _unused(shape: Shape) -> Iterator[Mistake]:
             return
 
 
-def delta_weights(shape: Shape) -> Iterator[DeltaWeight]:
+def _weights(shape: Shape) -> Iterator[MixerWeight]:
     """The weights of a layer in order of use, as in `models/delta.py`."""
     hidden, heads = shape.hidden, shape.delta_heads
     narrow = shape.delta_key_heads * shape.delta_key_dim
@@ -118,18 +91,71 @@ def delta_weights(shape: Shape) -> Iterator[DeltaWeight]:
     linears = {"q": narrow, "k": narrow, "v": wide, "z": wide}
     for name, out in (linears | {"b": heads, "a": heads}).items():
         lengths = (out, hidden)
-        yield DeltaWeight(f"attn.in_{name}.weight", "groups embed", lengths)
+        yield MixerWeight(f"attn.in_{name}.weight", "groups embed", lengths)
     for name in ("q", "k", "v"):
         taps = (linears[name], 1, shape.delta_width)
-        yield DeltaWeight(f"attn.taps_{name}", "groups - -", taps)
-    yield DeltaWeight("attn.decay", "groups", (heads,))
-    yield DeltaWeight("attn.step", "groups", (heads,))
+        yield MixerWeight(f"attn.taps_{name}", "groups - -", taps)
+    yield MixerWeight("attn.decay", "groups", (heads,))
+    yield MixerWeight("attn.step", "groups", (heads,))
     head = (shape.delta_value_dim,)
-    yield DeltaWeight("attn.head_norm.weight", "head", head)
-    yield DeltaWeight("attn.out.weight", "embed groups", (hidden, wide))
+    yield MixerWeight("attn.head_norm.weight", "head", head)
+    yield MixerWeight("attn.out.weight", "embed groups", (hidden, wide))
 
 
-def token_work(shape: Shape) -> int:
-    """Multiply-adds of the rule for one token: the state corrected, written and read."""
+def _work(shape: Shape, sequence: int) -> int:
+    """The state corrected, written and read, whatever the length and the chunks."""
     state = shape.delta_key_dim * shape.delta_value_dim
     return 3 * shape.delta_heads * state
+
+
+def _violations(layout: Layout, shape: Shape) -> Iterator[Violation]:
+    key_heads = shape.delta_key_heads
+    if key_heads % layout.tp:
+        what = f"tp={layout.tp} does not divide delta_key_heads={key_heads}"
+        fits = divisor_list(math.gcd(key_heads, shape.heads))
+        yield Violation(
+            "heads",
+            f"{what} in layers.*.attn.in_q.weight.",
+            f"Use tp {fits}.",
+        )
+    if layout.matmul:
+        what = f"{layout.matmul} has no matmuls of delta layers in 8 bits."
+        yield Violation("matmul", what, "Leave it out.")
+    if layout.compile:
+        what = "compile has not been compared in blocks with delta layers."
+        yield Violation("compile", what, "Leave compile out.")
+    if layout.exact:
+        what = "exact has no order of the sums in delta layers."
+        yield Violation("exact", what, "Leave exact out.")
+
+
+def _shrunk(shape: Shape, head: int) -> Mapping[str, Any]:
+    """Two key heads, and up to two value heads for each, on chunks of a few tokens."""
+    each = min(2, shape.delta_heads // shape.delta_key_heads)
+    return {
+        "delta_key_heads": 2,
+        "delta_heads": 2 * each,
+        "delta_key_dim": head,
+        "delta_value_dim": head - 2,
+        "delta_chunk": 8,
+    }
+
+
+def _counts(shape: Shape) -> Mapping[str, int]:
+    return {"groups": shape.delta_key_heads}
+
+
+DELTA = MixerRow(
+    name=_NAME,
+    work_name="delta rule",
+    hub_name="linear_attention",
+    weights=_weights,
+    linears=("in_q", "in_k", "in_v", "in_z", "out"),
+    work=_work,
+    violations=_violations,
+    own_keys=DeltaKeys,
+    fill=_fill,
+    mistakes=_mistakes,
+    shrunk=_shrunk,
+    unit_counts=_counts,
+)

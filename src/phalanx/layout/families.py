@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from .codec import decode, key
-from .delta import ATTENTION, DELTA, DELTA_SIZES
 from .files import parse_json, read_text
 from .hub import config_folder
 from .mesh import LayoutError
+from .mixers import MIXERS, absent_sizes, mixer_of_block
 from .shape import HUB, Shape
 from .source import split_name
 
@@ -61,7 +61,7 @@ class Family:
     alternating: bool = False  # the rows of two packed weights alternate
     # Packed tensors whose weights alternate by heads, with the key of their number.
     grouped: Mapping[str, str] = field(default_factory=dict)
-    mixers: bool = False  # some blocks may have a delta layer
+    mixers: bool = False  # blocks may have mixers other than attention
     # The beginning of tensors that predict further tokens: they are not read.
     unread: str = ""
     # Blocks after the last one predict further tokens: they are written and not read.
@@ -434,9 +434,8 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         given["rope_local_theta"] = float(theta or 0)
     if family.mixers:
         given |= {"mixers": mixers} | _beside_mixers(config, rope, where)
-        # The file has the sizes of delta layers even if no block is one.
-        if DELTA not in mixers:
-            given |= DELTA_SIZES
+        # The file has the sizes of other mixers even if no block has one.
+        given |= absent_sizes(mixers)
     if config.kv_lora_rank:
         # A head has features without positions and features that rope turns.
         given["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -549,20 +548,19 @@ def _mixers(
     if not family.mixers:
         return ()
     count, types = config.num_hidden_layers, config.layer_types
-    words = {"linear_attention": DELTA, "full_attention": ATTENTION}
+    words = {row.hub_name: name for name, row in MIXERS.items()}
     if types is None:
         each = config.full_attention_interval
-        mixers = [
-            DELTA if number % each else ATTENTION
+        types = tuple(
+            "linear_attention" if number % each else "full_attention"
             for number in range(1, 1 + count)
-        ]
-    else:
-        mixers = [words.get(name, name) for name in types]
-        others = ", ".join(sorted({each[:30] for each in types} - {*words}))
-        reasons[f"layer_types has {others}"] = others
-        reasons[f"layer_types names {len(types)} of {count} blocks"] = (
-            len(types) != count
         )
+    others = ", ".join(sorted({each[:30] for each in types} - {*words}))
+    reasons[f"layer_types has {others}"] = others
+    reasons[f"layer_types names {len(types)} of {count} blocks"] = (
+        len(types) != count
+    )
+    mixers = [words.get(name, name) for name in types]
     for period in range(1, count):
         if all(x == mixers[n % period] for n, x in enumerate(mixers)):
             return tuple(mixers[:period])
@@ -840,12 +838,9 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
 
 def _mixers_in(shape: Shape) -> dict[str, Any]:
     """Qwen3-Next's keys for the mixers of blocks and for shared experts."""
-    blocks = range(1, 1 + shape.layers)
+    blocks = (mixer_of_block(shape, number) for number in range(shape.layers))
     return {
-        "layer_types": [
-            "linear_attention" if shape.delta(piece) else "full_attention"
-            for piece in blocks
-        ],
+        "layer_types": [row.hub_name for row in blocks],
         "shared_expert_intermediate_size": shape.shared_experts
         * shape.expert_ffn,
         "partial_rotary_factor": shape.turned / shape.head_dim,

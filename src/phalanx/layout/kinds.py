@@ -70,15 +70,16 @@ class BlockKind(NamedTuple):
     frozen: bool
     sparse: bool  # with experts
     window: int  # tokens that a token attends to; 0: all
-    mixer: str  # attention, or the layer in its place
+    mixer: str  # the layer between tokens, by its name in a shape
 
 
 def block_kind(shape: Shape, piece: int) -> BlockKind:
+    mixer = shape.mixer(piece)
     return BlockKind(
         piece in shape.frozen,
         shape.sparse(piece),
         shape.window(piece),
-        shape.mixer(piece),
+        "" if mixer is None else mixer.name,
     )
 
 

@@ -7,12 +7,11 @@ reason.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
 from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
-from .delta import ATTENTION, DELTA
 from .exact import (
     EXPERTS_IN_PARTS,
     no_subtree,
@@ -23,26 +22,16 @@ from .exact import (
 )
 from .layout import Layout
 from .mesh import Axis, LayoutError, Mesh
+from .mixers import rows_in
 from .shape import Shape
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One broken rule: its name, the conflict with its numbers, and a way out."""
-
-    rule: str
-    what: str
-    way_out: str
-
-    def __str__(self) -> str:
-        return f"{self.what}\n  {self.way_out}"
+from .violation import Violation, divisor_list, divisors
 
 
 def legal(
     layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0
 ) -> tuple[Violation, ...]:
     """Every rule that this layout breaks for this model. Empty if it can be trained."""
-    rules = (_tensor, _pipeline, _context, _mixers, _batch, _sharding, _exact)
+    rules = (_tensor, _pipeline, _context, _batch, _sharding, _exact)
     # A run may have its own batch and sequence; otherwise those of the shape.
     sizes = batch or shape.batch, sequence or shape.sequence
     return tuple(
@@ -50,18 +39,6 @@ def legal(
         for rule in rules
         for violation in rule(layout, shape, *sizes)
     )
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors, in ascending order."""
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return [*low, *(n // d for d in reversed(low) if d * d < n)]
-
-
-def _divisors(n: int) -> str:
-    every = divisors(n)
-    shown = every if len(every) <= 8 else [*every[:7], "..."]
-    return ", ".join(map(str, shown))
 
 
 def _tensor(
@@ -116,32 +93,24 @@ def _tensor(
     if s.kind == "mlp":
         if s.hidden % x.tp:
             what = f"tp={x.tp} does not divide hidden={s.hidden}."
-            yield Violation("width", what, f"Use tp {_divisors(s.hidden)}.")
+            yield Violation("width", what, f"Use tp {divisor_list(s.hidden)}.")
         return
-    if s.heads % x.tp:
-        name = "w*_b" if s.kv_latent else "wq"
-        what = f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.{name}.weight."
-        yield Violation("heads", what, f"Use tp {_divisors(s.heads)}.")
-    # Either each rank has whole KV heads, or each KV head has whole ranks.
-    elif s.kv_heads % x.tp and x.tp % s.kv_heads:
-        what = f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight, nor kv tp."
-        fits = f"tp {_divisors(s.kv_heads)}, or a multiple of {s.kv_heads} that divides {s.heads}"
-        whole = 'keep k and v whole: "layers.*.attn.w[kv].weight : - embed".'
-        yield Violation("kv", what, f"Use {fits}; or {whole}")
+    for row in rows_in(s):
+        yield from row.violations(x, s)
     # Ranks of tp hold either whole experts or a part of each.
     if s.experts and "tp" not in x.experts and s.expert_ffn % x.tp:
         what = f"tp={x.tp} does not divide expert_ffn={s.expert_ffn} in layers.*.mlp.routed.up."
         whole = (
             ", or experts:tp, which leaves experts whole." if x.seq else "."
         )
-        fits = _divisors(math.gcd(s.expert_ffn, s.heads))
+        fits = divisor_list(math.gcd(s.expert_ffn, s.heads))
         yield Violation("experts", what, f"Use tp {fits}{whole}")
     if s.ffn % x.tp:
         what = (
             f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight."
         )
         yield Violation(
-            "ffn", what, f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}."
+            "ffn", what, f"Use tp {divisor_list(math.gcd(s.ffn, s.heads))}."
         )
 
 
@@ -200,15 +169,6 @@ def _context(
             "Use dp instead of cp.",
         )
         return
-    ulysses, heads = x.mesh.of("cp.ulysses"), s.heads // x.tp
-    # Ulysses divides the heads of attention; delta layers pass states.
-    attends = ATTENTION in (s.mixers or (ATTENTION,))
-    if attends and s.heads % x.tp == 0 and heads % ulysses:
-        what = f"ulysses={ulysses} does not divide the {heads} heads of a rank"
-        way_out = f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring."
-        yield Violation(
-            "ulysses", f"{what} (heads={s.heads}, tp={x.tp}).", way_out
-        )
     # Each rank holds a part from the start of a sequence and one from its end.
     if sequence < 2 * x.cp:
         what = f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
@@ -216,34 +176,6 @@ def _context(
         yield Violation(
             "sequence", what, f"Use cp {max(1, sequence // 2)} or less."
         )
-
-
-def _mixers(
-    x: Layout, s: Shape, batch: int, sequence: int
-) -> Iterator[Violation]:
-    """Rules of layers in the place of attention."""
-    if x.exact and s.output_gate:
-        what = "exact has no order of the sums behind output_gate."
-        yield Violation("exact", what, "Leave exact out.")
-    if DELTA not in s.mixers:
-        return
-    if s.delta_key_heads % x.tp:
-        what = f"tp={x.tp} does not divide delta_key_heads={s.delta_key_heads}"
-        fits = _divisors(math.gcd(s.delta_key_heads, s.heads))
-        yield Violation(
-            "heads",
-            f"{what} in layers.*.attn.in_q.weight.",
-            f"Use tp {fits}.",
-        )
-    if x.matmul:
-        what = f"{x.matmul} has no matmuls of delta layers in 8 bits."
-        yield Violation("matmul", what, "Leave it out.")
-    if x.compile:
-        what = "compile has not been compared in blocks with delta layers."
-        yield Violation("compile", what, "Leave compile out.")
-    if x.exact:
-        what = "exact has no order of the sums in delta layers."
-        yield Violation("exact", what, "Leave exact out.")
 
 
 # Fewer sequences than this cannot be divided: ranks would have none.

@@ -19,9 +19,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from .delta import delta_weights
 from .kinds import BlockPart, block_kind, parts_of_pieces
 from .layout import Layout
+from .mixers import MIXER_LINEARS
 from .rules import AXIS_OF, FEATURES, LATENT, LORA, PARTIAL, Cut
 from .stages import stage_blocks
 
@@ -667,13 +667,10 @@ def _block(shape: Shape, piece: int) -> Iterator[WeightRow]:
     )
     for name in norms:
         yield from _norm(shape, name, "embed", shape.hidden)
-    if shape.delta(piece):
-        for name, dims, lengths in delta_weights(shape):
-            yield _weight(name, dims, *lengths)
-    elif shape.kv_latent:
-        yield from _latent_attention(shape)
-    else:
-        yield from _attention(shape)
+    mixer = shape.mixer(piece)
+    assert mixer is not None
+    for name, dims, lengths in mixer.weights(shape):
+        yield _weight(name, dims, *lengths)
     if shape.sparse(piece):
         yield from _experts(shape)
     else:
@@ -687,63 +684,6 @@ def _linear(
     yield _weight(f"{name}.weight", dims, out, into)
     if bias:
         yield _weight(f"{name}.bias", dims.split()[0], out)
-
-
-def _output(shape: Shape) -> Iterator[WeightRow]:
-    """The end of any attention, and the learned score that each head adds."""
-    if shape.sinks:
-        yield _weight("attn.sinks", "heads", shape.heads)
-    # The values of all heads, which the output projection takes.
-    wide = shape.heads * shape.valued
-    yield from _linear(
-        "attn.wo", wide, shape.hidden, "embed heads", bias=shape.bias == "all"
-    )
-
-
-def _attention(shape: Shape) -> Iterator[WeightRow]:
-    hidden, head = shape.hidden, shape.head_dim
-    # Features of all query heads, and of all KV heads.
-    wide, narrow = shape.heads * head, shape.kv_heads * head
-    bias = shape.bias != "none"
-    yield from _linear("attn.wq", hidden, wide, "heads embed", bias=bias)
-    yield from _linear("attn.wk", hidden, narrow, "kv embed", bias=bias)
-    yield from _linear("attn.wv", hidden, narrow, "kv embed", bias=bias)
-    if shape.qk_norm and shape.qk_norm_wide:
-        yield _weight("attn.q_wide_norm.weight", "heads", wide)
-        yield _weight("attn.k_wide_norm.weight", "kv", narrow)
-    elif shape.qk_norm:
-        yield _weight("attn.q_norm.weight", "head", head)
-        yield _weight("attn.k_norm.weight", "head", head)
-    if shape.output_gate:
-        yield _weight("attn.wg.weight", "heads embed", wide, hidden)
-    yield from _output(shape)
-
-
-def _latent_attention(shape: Shape) -> Iterator[WeightRow]:
-    """Latent attention: q, k, v come from narrow vectors (DeepSeek-V2 2024)."""
-    hidden, latent, wide = (
-        shape.hidden,
-        shape.kv_latent,
-        shape.heads * shape.head_dim,
-    )
-    # Down to the latent and up again, with a norm in between.
-    if shape.q_latent:
-        yield _weight(
-            "attn.wq_a.weight", "latent embed", shape.q_latent, hidden
-        )
-        yield _weight("attn.q_a_norm.weight", "latent", shape.q_latent)
-        yield _weight("attn.wq_b.weight", "heads latent", wide, shape.q_latent)
-    else:
-        yield _weight("attn.wq.weight", "heads embed", wide, hidden)
-    # The latent, and the rotated part of the key, which all heads share.
-    yield _weight(
-        "attn.wkv_a.weight", "latent embed", latent + shape.turned, hidden
-    )
-    yield _weight("attn.kv_a_norm.weight", "latent", latent)
-    # Unrotated features of the keys, and the values, of all heads.
-    both = shape.heads * (shape.head_dim - shape.turned + shape.valued)
-    yield _weight("attn.wkv_b.weight", "heads latent", both, latent)
-    yield from _output(shape)
 
 
 def _mlp(shape: Shape, name: str, width: int) -> Iterator[WeightRow]:
@@ -778,10 +718,7 @@ def _experts(shape: Shape) -> Iterator[WeightRow]:
         yield _weight("mlp.shared_gate.weight", "- embed", 1, hidden)
 
 
-# Linear layers of a block that may carry adapters. Those of an MLP only if no block has
-# experts.
-_ADAPTED = ("wq", "wk", "wv", "wg", "wo", "wq_b", "wkv_b")
-_ADAPTED_DELTA = ("in_q", "in_k", "in_v", "in_z", "out")
+# Linear layers of an MLP that may carry adapters, if no block has experts.
 _ADAPTED_MLP = ("gate", "up", "down")
 
 
@@ -789,11 +726,8 @@ def block_linears(shape: Shape) -> dict[str, WeightRow]:
     """Weights of blocks' linears that may carry adapters, by layer name."""
     if shape.kind == "mlp":
         return {}
-    names = (
-        *_ADAPTED,
-        *_ADAPTED_DELTA,
-        *(() if shape.experts else _ADAPTED_MLP),
-    )
+    of_mlp = () if shape.experts else _ADAPTED_MLP
+    names = (*MIXER_LINEARS, *of_mlp)
     # Vectors carry no adapters.
     # Blocks with other layers in the place of attention have other linears.
     period = max(1, min(len(shape.mixers), shape.layers))

@@ -12,6 +12,7 @@ from math import ceil
 
 from .layout import Layout
 from .mesh import Axis, Mesh
+from .mixers import shrunk_sizes
 from .run import CLASS, Checkpoints, Metrics, Run, Training, Validation
 from .shape import HUB, Shape
 
@@ -62,11 +63,7 @@ def small_shape(shape: Shape) -> Shape:
     }
     if shape.rope_dim:
         sizes |= {"rope_dim": _HEAD // 2}
-    if shape.delta_heads:
-        each = min(2, shape.delta_heads // shape.delta_key_heads)
-        sizes |= {"delta_key_heads": 2, "delta_heads": 2 * each}
-        sizes |= {"delta_key_dim": _HEAD, "delta_value_dim": _HEAD - 2}
-        sizes |= {"delta_chunk": 8, "mixers": shape.mixers[:layers]}
+    sizes |= shrunk_sizes(shape, layers, _HEAD)
     if shape.kv_latent:
         # Latent attention has as many keys as queries.
         sizes |= {"kv_heads": heads, "kv_latent": 12, "rope_dim": _HEAD // 2}

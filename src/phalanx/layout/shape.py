@@ -24,16 +24,16 @@ from .codec import (
     out_of_bounds,
     parse,
 )
-from .delta import (
-    ATTENTION,
-    DELTA,
-    DeltaKeys,
-    delta_mistakes,
-    fill_delta,
-    token_work,
-)
 from .hash_once import hash_once, state_without_hash
 from .mesh import LayoutError
+from .mixer_row import MixerRow
+from .mixers import (
+    MixerKeys,
+    fill_sizes,
+    mixer_mistakes,
+    mixer_of_block,
+    rows_in,
+)
 from .pieces import PieceRow, block_linears, shape_rows
 
 HUB = "hf:"  # the prefix of a folder that holds a Hugging Face model
@@ -58,7 +58,7 @@ class ShapeError(FileError, LayoutError):
 
 
 @dataclass(frozen=True)
-class Shape(DeltaKeys):
+class Shape(MixerKeys):
     """The sizes of a decoder, or of the MLP (name, layers, hidden and batch)."""
 
     # The upper limits are ten times those of any trained model, and still quick to
@@ -251,7 +251,7 @@ class Shape(DeltaKeys):
             )
         if self.experts and not self.expert_ffn:
             fill(self, "expert_ffn", self.ffn)
-        fill_delta(self)
+        fill_sizes(self)
         # Conflicts only among values that are valid alone.
         if mistakes := mistakes or list(self._conflicts()):
             raise ShapeError(f"shape {self.name!r}", mistakes)
@@ -279,7 +279,7 @@ class Shape(DeltaKeys):
             what = f"windows has {len(self.windows)} numbers for {self.layers} blocks"
             yield Mistake("windows", what, "Write at most one for each block")
         yield from self._untrainable()
-        yield from delta_mistakes(self)
+        yield from mixer_mistakes(self)
         if self.heads % self.kv_heads:
             what = f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}"
             yield Mistake("kv_heads", what, "Write a divisor")
@@ -495,20 +495,18 @@ class Shape(DeltaKeys):
             and self.dense_layers < like
         )
 
-    def mixer(self, piece: int) -> str:
-        """A block's layer between tokens: attention or delta."""
-        # They repeat over the blocks, of which the first is piece 1.
-        mixers = self.mixers or (ATTENTION,)
+    def mixer(self, piece: int) -> MixerRow | None:
+        """The layer between tokens of a decoder's block; None for other pieces."""
+        if self.kind != "decoder" or not self.is_block(piece):
+            return None
+        # Blocks of multi-token prediction are like the last one before them.
         like = min(piece, self.layers)
-        return mixers[(like - 1) % len(mixers)]
-
-    def delta(self, piece: int) -> bool:
-        """True for a block with a delta layer in the place of attention."""
-        return self.is_block(piece) and self.mixer(piece) == DELTA
+        return mixer_of_block(self, like - 1)
 
     def window(self, piece: int) -> int:
         """The number of tokens that a block attends to; 0: all."""
-        if self.delta(piece):
+        mixer = self.mixer(piece)
+        if mixer is None or not mixer.pairs:
             return 0
         # Windows repeat over the blocks, of which the first is piece 1.
         like = min(piece, self.layers)
@@ -524,9 +522,9 @@ class Shape(DeltaKeys):
     @property
     def unit_counts(self) -> dict[str, int]:
         """The number of indivisible units of each dim that tp shards by whole units."""
-        counts = {"heads": self.heads, "kv": self.kv_heads}
-        if DELTA in self.mixers:
-            counts["groups"] = self.delta_key_heads
+        counts = dict[str, int]()
+        for row in rows_in(self):
+            counts |= row.unit_counts(self)
         return counts
 
     @property
@@ -546,10 +544,8 @@ class Shape(DeltaKeys):
 
     def mixing_work(self, piece: int, sequence: int) -> int:
         """Multiply-adds of a block for one token, beside its linears."""
-        if self.delta(piece):
-            return token_work(self)
-        # Causal attention: half of all pairs of tokens.
-        return sequence * self.pair_work // 2
+        mixer = self.mixer(piece)
+        return 0 if mixer is None else mixer.work(self, sequence)
 
     @property
     def total(self) -> int:

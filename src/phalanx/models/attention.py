@@ -23,6 +23,23 @@ from .norm import RMSNorm, norm_of
 from .rope import rotate
 from .sizes import DecoderSizes
 
+# Lines of the decoder's rule table: see `decoder.py`.
+RULES = """\
+layers.*.attn.heads : heads
+layers.*.attn.sinks : heads
+layers.*.attn.w[qg].weight : heads embed
+layers.*.attn.wq.bias : heads
+layers.*.attn.w[kv].weight : kv embed
+layers.*.attn.w*_a.weight : latent embed
+layers.*.attn.*_a_norm.weight : latent
+layers.*.attn.w*_b.weight : heads latent
+layers.*.attn.w[kv].bias : kv
+layers.*.attn.[qk]_norm.weight : head
+layers.*.attn.q_wide_norm.weight : heads
+layers.*.attn.k_wide_norm.weight : kv
+layers.*.attn.wo.weight : embed heads
+layers.*.attn.wo.bias : embed
+"""
 # For the norms of latent vectors, whatever eps the model's other norms use.
 LATENT_EPS = 1e-6
 

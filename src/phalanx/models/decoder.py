@@ -23,9 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import delta
-from .attention import Attention, LatentAttention
-from .delta import GatedDelta
+from . import mixers
 from .experts import ExpertMlps, Experts, Router, Sending, SharedGate, gated
 from .loss import CrossEntropy, soft_cap
 from .mtp import SECOND_LOSS, ExtraLoss, Join
@@ -42,21 +40,7 @@ embed.positions.weight : position embed
 layers.*.piece : -
 layers.*.attn_norm.* : embed
 layers.*.attn_post_norm.* : embed
-layers.*.attn.heads : heads
-layers.*.attn.sinks : heads
-layers.*.attn.w[qg].weight : heads embed
-layers.*.attn.wq.bias : heads
-layers.*.attn.w[kv].weight : kv embed
-layers.*.attn.w*_a.weight : latent embed
-layers.*.attn.*_a_norm.weight : latent
-layers.*.attn.w*_b.weight : heads latent
-layers.*.attn.w[kv].bias : kv
-layers.*.attn.[qk]_norm.weight : head
-layers.*.attn.q_wide_norm.weight : heads
-layers.*.attn.k_wide_norm.weight : kv
-layers.*.attn.wo.weight : embed heads
-layers.*.attn.wo.bias : embed
-{delta.RULES}\
+{mixers.RULES}\
 layers.*.mlp_norm.* : embed
 layers.*.mlp_post_norm.* : embed
 layers.*.mlp*.gate.weight : ffn embed
@@ -491,13 +475,7 @@ class PredictingHead(Head):
 def _block(sizes: DecoderSizes, piece: int) -> Block:
     # Blocks of multi-token prediction are like the last one before them.
     like = min(piece, sizes.layers - 1)
-    window = sizes.windows[like % len(sizes.windows)] if sizes.windows else 0
-    mixer = sizes.mixers[like % len(sizes.mixers)] if sizes.mixers else ""
-    if mixer == "delta":
-        attn: nn.Module = GatedDelta(sizes)
-    else:
-        kind = LatentAttention if sizes.kv_latent else Attention
-        attn = kind(sizes, window)
+    attn = mixers.mixer_of(sizes, like)
     if not sizes.experts or like < sizes.dense_layers:
         return Block(piece, attn, Mlp(sizes, sizes.ffn), sizes)
     # Shared experts add up, so they are one MLP of their summed width.
@@ -595,7 +573,7 @@ class Decoder(nn.Module):
         Initialization goes by name, so each weight can be drawn alone, in any order, on
         any device.
         """
-        if delta.draw(name, weight, generator):
+        if mixers.draw(name, weight, generator):
             return
         if name.endswith("bias"):
             weight.zero_()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .delta_sizes import DeltaSizes
 from .rope import Rope, RopeScaling
 
 _CHOICES = {
@@ -20,7 +21,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderSizes:
+class DecoderSizes(DeltaSizes):
     """The sizes of a decoder. Zero means a default derived from the others.
 
     `sequence` limits learned positions only.
@@ -87,16 +88,8 @@ class DecoderSizes:
     # Modules of multi-token prediction, and the factor of the mean of their losses.
     mtp: int = 0
     mtp_weight: float = 0.3
-    # Layers in the place of attention: mixers[n % len(mixers)] belongs to block n.
+    # Layers between tokens: mixers[n % len(mixers)] belongs to block n. See `mixers.py`.
     mixers: tuple[str, ...] = ()
-    # Delta layers: value heads, key heads, their features, and tokens that the
-    # convolution covers or that are computed at once. See `delta.py`.
-    delta_heads: int = 0
-    delta_key_heads: int = 0
-    delta_key_dim: int = 0
-    delta_value_dim: int = 0
-    delta_width: int = 4
-    delta_chunk: int = 64
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -106,12 +99,7 @@ class DecoderSizes:
         fill(self, "expert_ffn", self.expert_ffn or self.ffn)
         fill(self, "rope_dim", self.rope_dim or self.head_dim)
         fill(self, "value_dim", self.value_dim or self.head_dim)
-        if self.delta_heads:
-            key_dim = self.delta_key_dim or self.head_dim
-            key_heads = self.delta_key_heads or self.delta_heads
-            fill(self, "delta_key_heads", key_heads)
-            fill(self, "delta_key_dim", key_dim)
-            fill(self, "delta_value_dim", self.delta_value_dim or key_dim)
+        self.fill_delta(self.head_dim)
         fill(
             self,
             "activation",

@@ -23,7 +23,6 @@ from ..comm import Group, regions
 from ..comm.base import group_named
 from ..layout import Layout, LayoutError
 from ..layout.exact import folded
-from ..models.delta import DeltaCore
 from ..models.kernels import (
     AttentionBlock,
     add_sinks,
@@ -35,7 +34,7 @@ from ..models.kernels import (
     sink_gradients,
 )
 from .batch import held_times
-from .delta import SpreadDeltaCore
+from .mixers import SPREAD
 from .model import Model
 from .parts import join_time, parts_of_time, spread
 
@@ -50,8 +49,8 @@ def install_context(
 
     A ring replaces a core that computes what `phalanx.models.Core` does. A core with a
     window or a soft cap gathers keys and values instead. Under Ulysses alone the
-    model's own core is kept, whatever it computes, with all tokens and fewer heads. The
-    core of a delta layer keeps its tokens and heads under both (`delta.py`).
+    model's own core is kept, whatever it computes, with all tokens and fewer heads.
+    Under both, a core of the table in `mixers.py` keeps its tokens and heads.
     """
     if layout.cp == 1 and layout.time_parts < 2:
         return
@@ -63,9 +62,9 @@ def install_context(
             if child != "core":
                 continue
             replaced = True
-            # Ranks gather how their tokens change a delta rule's state.
-            if isinstance(core, DeltaCore):
-                own = SpreadDeltaCore(core, ring, ulysses)
+            spread_core = SPREAD.get(type(core))
+            if spread_core is not None:
+                own = spread_core(core, ring, ulysses)
                 setattr(piece.get_submodule(owner), child, own)
                 continue
             inner = core

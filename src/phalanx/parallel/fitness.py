@@ -27,8 +27,9 @@ from ..layout.exact import (
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core, ExpertProducts, LoraLinear
 from ..models.decoder import Block, Embed, Head
-from ..models.delta import DeltaCore, GatedDelta
 from ..models.loss import CrossEntropy
+from ..models.mixers import KINDS
+from .mixers import SPREAD
 from .mixing import mixing
 from .model import Model
 from .preference import PreferenceLoss
@@ -261,7 +262,7 @@ def _cut(
                 f"{name}.{key} is sharded by tp in two dims ({' '.join(dims)}); a rank would hold one"
                 " block of the diagonal. Name one of them '-'."
             )
-        elif isinstance(module, ExpertProducts | GatedDelta):
+        elif isinstance(module, (ExpertProducts, *KINDS)):
             continue  # sharded as a whole
         # A bare x @ weight cannot be joined: only what tp's replacements know can.
         elif key != "weight" or parameter.dim() != 2:
@@ -397,7 +398,7 @@ def _uncut(model: Model) -> Iterator[str]:
 
 
 def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
-    known = type(core) in (Core, DeltaCore)
+    known = type(core) in (Core, *SPREAD)
     if known and not any(getattr(core, hooks) for hooks in _HOOKS):
         return  # our own: a trial would only take memory
     heads = model.counts.get("heads", 2)

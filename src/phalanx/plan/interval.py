@@ -170,7 +170,8 @@ def attention_part(shape: Shape, sequence: int) -> float:
     # Causal attention costs as many FLOPs (6) for each of these as a matmul
     # does for each parameter.
     blocks = range(1, 1 + shape.layers)
-    attending = sum(not shape.delta(piece) for piece in blocks)
+    mixers = (shape.mixer(piece) for piece in blocks)
+    attending = sum(mixer is not None and mixer.pairs for mixer in mixers)
     pairs = sequence * shape.heads * shape.head_dim * attending
     return pairs / (pairs + shape.active) if pairs else 0.0
 

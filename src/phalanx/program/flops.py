@@ -13,7 +13,6 @@ from collections import Counter
 from typing import NamedTuple
 
 from ..layout import Shape
-from ..layout.delta import token_work
 from ..layout.pieces import linear_products
 from . import ops
 from .program import Program
@@ -69,21 +68,21 @@ def forward_flops(
             found.append(
                 OpFlops(row.piece, product.name, flops, flops, trained)
             )
-        if shape.delta(row.piece):
-            # The state is corrected, written and read, whatever the chunk size.
-            flops = 2.0 * rows * token_work(shape)
-            trained = row.piece not in shape.frozen
-            found.append(
-                OpFlops(row.piece, "delta rule", flops, flops, trained)
-            )
-        # q k' and the product with v, for each pair of tokens
-        elif shape.kind == "decoder" and shape.is_block(row.piece):
+        mixer = shape.mixer(row.piece)
+        if mixer is None:
+            continue
+        if mixer.pairs:
+            # q k' and the product with v, for each pair of tokens
             per_pair = 2.0 * shape.pair_work * batch
-            pairs = _pairs(shape, row.piece, sequence)
+            causal = per_pair * _pairs(shape, row.piece, sequence)
             full = per_pair * sequence**2
-            found.append(
-                OpFlops(row.piece, "attention", per_pair * pairs, full)
-            )
+            trained = False
+        else:
+            causal = full = 2.0 * rows * mixer.work(shape, sequence)
+            trained = row.piece not in shape.frozen
+        found.append(
+            OpFlops(row.piece, mixer.work_name, causal, full, trained)
+        )
     return tuple(found)
 
 

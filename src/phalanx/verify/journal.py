@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..layout import Shape
 from ..layout.journal import Record
+from ..layout.mixers import others_than_usual
 from ..parallel import build_model
 from . import plain
 
@@ -130,9 +131,10 @@ def counted_flops(
     its plain form.
 
     Returns None for a frozen embedding that is also the head, whose matmuls the plain
-    form cannot omit, and for delta layers, which it computes token by token.
+    form cannot omit, and for mixers in the place of attention, which it computes token
+    by token.
     """
-    if shape.delta_heads:
+    if others_than_usual(shape.mixers):
         return None
     frozen = build_model(shape).frozen
     if shape.tied and "embed.tokens.weight" in frozen:

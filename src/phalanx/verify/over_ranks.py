@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from ..layout import Layout
 from ..layout.rules import PARTIAL, Cut
 from ..models import ExpertMlps
-from ..models.attention import HeadsAttention
 from ..models.decoder import Head, Mlp
-from ..models.delta import GatedDelta
+from ..models.mixers import KINDS
 from ..parallel import Model
 from ..parallel.tensor import cut_of
 
@@ -49,7 +48,7 @@ def output_over_ranks(model: Model, cuts: Layout) -> None:
 
 def owners(block: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules that tp surrounds with forks and joins."""
-    kinds = HeadsAttention, GatedDelta, Mlp, ExpertMlps
+    kinds = *KINDS, Mlp, ExpertMlps
     return [
         (path, module)
         for path, module in block.named_modules()

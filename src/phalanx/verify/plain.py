@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape
-from .plain_delta import delta_layer
+from .mixers import MIXERS
 
 Weights = Mapping[str, Tensor]
 Bits = npt.NDArray[np.uint32]
@@ -533,9 +533,10 @@ def transformer_block(
     before, behind = shape.norms != "post", shape.norms != "pre"
     routing = None
     y = norm(shape, w, "attn_norm", x) if before else x
-    if block.mixer == "delta":
+    if block.mixer in MIXERS:
+        mixer = MIXERS[block.mixer]
         by_name = partial(linear, shape, w)
-        y = delta_layer(shape, w, by_name, y, batch.get("documents"))
+        y = mixer.layer(shape, w, by_name, y, batch.get("documents"))
     else:
         y = attention(shape, w, y, batch, block)
     y = norm(shape, w, "attn_post_norm", y) if behind else y

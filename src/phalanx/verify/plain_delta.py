@@ -17,6 +17,13 @@ from ..layout import Shape
 Weights = Mapping[str, Tensor]
 # The linear layer of a name, applied to x; see `plain.linear`.
 Linear = Callable[[str, Tensor], Tensor]
+# The convolution and its activation are in 16 bits. The rule, its decays and its gate
+# have 32.
+NARROW = {
+    "models/delta.py:DeltaCore.forward": "silu",
+    "models/delta.py:GatedDelta.forward": "_to_copy",
+    "models/delta.py:short_convolution": "add mul",
+}
 LENGTH_EPS = 1e-6  # added to the squared length of a query or a key
 
 

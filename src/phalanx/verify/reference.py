@@ -33,8 +33,8 @@ from ..parallel.model import entries_named
 from ..train.optimizer import Optimizer
 from . import plain
 from .cases import VARIED
+from .mixers import own_start
 from .optimizers import plain_optimizer
-from .plain_delta import delta_start
 
 Batch = Mapping[str, Tensor]
 Batches = Callable[[int], Batch]
@@ -453,7 +453,7 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
         return whole
     if name.endswith("bias"):
         return torch.zeros(size)
-    own = delta_start(name, size, generator)
+    own = own_start(name, size, generator)
     if own is not None:
         return own
     # If weights are stored minus one, 0 means 1.

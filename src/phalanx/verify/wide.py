@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..models import Decoder, DeepMlp
 from ..parallel import Model, Precision, Unit
 from ..parallel.narrow import NarrowUnit
+from .mixers import narrow_operations
 
 HALVES = (torch.bfloat16, torch.float16)
 _PACKAGE = "/phalanx/"  # last folder of a path to our source
@@ -55,11 +56,7 @@ NARROW = {
     "models/decoder.py:Embed.forward": "add mul",
     "models/decoder.py:MergingPart.forward": "add",
     "models/decoder.py:Mlp.forward": "gelu silu",
-    # The convolution before the delta rule and its activation are in 16 bits. The
-    # rule, its decays and its gate have 32.
-    "models/delta.py:DeltaCore.forward": "silu",
-    "models/delta.py:GatedDelta.forward": "_to_copy",
-    "models/delta.py:short_convolution": "add mul",
+    **narrow_operations(),
     "models/experts.py:ExpertProducts.on_sorted": "addmm mm",
     "models/experts.py:Experts.with_terms": "add",
     "models/experts.py:Merge.forward": "_to_copy",
