@@ -23,6 +23,7 @@ from phalanx.layout import (
     piece_layout,
     plain_pieces,
 )
+from phalanx.layout.cases import SHAPES
 from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel.local import build_local
 from phalanx.parallel.pool import storage_of
@@ -285,6 +286,21 @@ def test_pieces_that_are_alike_are_weighed_once_and_others_are_not() -> None:
     assert again[1].weights < found[1].weights
     model.pieces[2][1].attn.rope = None
     assert len(set(map(id, piece_costs(model, Layout(), 1)))) == 4
+
+
+def test_the_parts_of_blocks_with_experts_have_costs_of_their_own() -> None:
+    """The embedding, a dense block, two blocks of three parts each, and the head."""
+    shape = replace(SHAPES["experts"], layers=3, dense_layers=1)
+    whole = costed(shape, "")
+    apart = costed(shape, "ep2")
+    assert len(whole) == 5
+    assert len(apart) == 1 + 1 + 2 * 3 + 1
+    first, second = apart[2:5], apart[5:8]
+    assert [*map(id, first)] == [*map(id, second)]
+    # The matmuls of the parts are those of the block, and so the head's are its own.
+    parts = sum(products(part.forward) for part in first)
+    assert parts == products(whole[2].forward)
+    assert products(apart[-1].forward) == products(whole[-1].forward)
 
 
 def test_a_user_s_own_model_is_weighed() -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from phalanx.layout.cases import SHAPES
+from phalanx.models import delta
 from phalanx.models.delta import (
     DeltaCore,
     chunk_terms,
-    document_ids,
     short_convolution,
     unit_length,
 )
@@ -71,6 +71,12 @@ def recurrence(
     return torch.stack(rows)
 
 
+def with_before(documents: Tensor, before: int) -> Tensor:
+    """The documents of all tokens and of the tokens before a sequence."""
+    core = DeltaCore(KEY, VALUE, 4)
+    return core.held_ids(delta.numbered(documents), T, before)
+
+
 def in_chunks(
     given: tuple[Tensor, ...], chunk: int, ids: Tensor | None
 ) -> Tensor:
@@ -85,8 +91,7 @@ def test_outputs_and_gradients_in_chunks_are_those_of_the_recurrence(
     chunk: int, packed: bool
 ) -> None:
     documents = DOCUMENTS if packed else None
-    times = torch.arange(T).unsqueeze(0)
-    ids = None if documents is None else document_ids(documents, times, 1)
+    ids = None if documents is None else with_before(documents, 1)
     given = tuple(x.requires_grad_() for x in inputs())
     weight = torch.randn(
         B, T, HEADS, VALUE, generator=torch.Generator().manual_seed(1)
@@ -126,7 +131,7 @@ def test_the_convolution_is_torchs_and_ends_at_documents() -> None:
 
     whole = short_convolution(padded, taps, None)
     torch.testing.assert_close(whole, theirs(x), rtol=1e-13, atol=1e-13)
-    ids = document_ids(DOCUMENTS[:1], torch.arange(T).unsqueeze(0), 3)
+    ids = with_before(DOCUMENTS[:1], 3)
     found = short_convolution(padded, taps, ids)
     lengths = torch.unique_consecutive(DOCUMENTS[0], return_counts=True)[1]
     apart = [theirs(each) for each in x.split(lengths.tolist(), 1)]

@@ -16,6 +16,7 @@ from phalanx.cli.main import main
 from phalanx.comm import CommMisuse, RankFailed, World, regions
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, LayoutError, Shape, legal
+from phalanx.models import delta
 from phalanx.parallel import Model, build_model
 from phalanx.verify import (
     SHAPES,
@@ -219,6 +220,25 @@ def test_delta_layers_with_documents_agree_over_ranks() -> None:
     layouts = Layout.parse_many(f"{texts}; cp3; cp4:ulysses recompute:all")
     found = verify(SHAPES["delta"], layouts, steps=1, packed=True)
     assert failures(found) == []
+
+
+def test_documents_are_numbered_once_for_all_delta_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not in each of the three layers, nor in their recomputation."""
+    numbered = delta.numbered
+    calls = list[int]()
+
+    def counted(documents: Tensor) -> Tensor:
+        calls.append(len(documents))
+        return numbered(documents)
+
+    monkeypatch.setattr(delta, "numbered", counted)
+    layouts = Layout.parse_many("cp2 accum:2 recompute:all")
+    found = verify(SHAPES["delta"], layouts, steps=1, packed=True)
+    assert failures(found) == []
+    # two ranks, each with two microbatches
+    assert len(calls) == 2 * 2
 
 
 @pytest.mark.slow

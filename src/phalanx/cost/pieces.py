@@ -75,7 +75,9 @@ def piece_costs(
     (costs,) = cost_kinds(
         model, layout, (rows,), sequence=sequence, target=target
     )
-    return tuple(costs[kind] for kind in alike(model))
+    # A layout that keeps experts apart makes three pieces of a block.
+    cut = cut_blocks(model, piece_layout(layout))
+    return tuple(costs[kind] for kind in alike(cut))
 
 
 def cost_kinds(
@@ -181,9 +183,9 @@ def with_derived(
 ) -> PieceCost:
     """The cost with bytes that a rank derives once for all pieces and this one uses."""
     names = [name for name in held.derived if name in piece.takes]
-    return replace(
-        cost, derived=float(sum(batch[name].nbytes for name in names))
-    )
+    # A batch without documents has nothing derived from them.
+    sizes = [batch[name].nbytes for name in names if name in batch]
+    return replace(cost, derived=float(sum(sizes)))
 
 
 def _batch(

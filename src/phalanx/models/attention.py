@@ -158,6 +158,7 @@ class HeadsAttention(nn.Module, ABC):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         angles: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         sinks = () if self.sinks is None else (self.sinks,)
         q, k, v = self.projected(x, positions, angles)

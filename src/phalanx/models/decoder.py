@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,6 @@ from .loss import CrossEntropy, soft_cap
 from .mtp import SECOND_LOSS, ExtraLoss, Join
 from .noise import EMBEDDING, Dropout, block_noise
 from .norm import norm_of
-from .rope import SharedAngles
 from .sizes import DecoderSizes
 
 # A name pattern and one dim name for each dim of the tensor; the first match counts.
@@ -153,10 +151,11 @@ class Block(NumberedPart):
         positions: Tensor,
         angles: Tensor | None = None,
         documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
         noise = self.own_noise(noise)
-        x = _attend(self, x, positions, angles, documents, noise)
+        x = _attend(self, x, positions, angles, documents, document_ids, noise)
         m = self.mlp(_through(self.mlp_norm, x))
         return _add_mlp(self, x, m, noise)
 
@@ -176,11 +175,12 @@ class ExpertBlock(Block):
         positions: Tensor,
         angles: Tensor | None = None,
         documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         noise: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
         noise = self.own_noise(noise)
-        x = _attend(self, x, positions, angles, documents, noise)
+        x = _attend(self, x, positions, angles, documents, document_ids, noise)
         m = self.mlp(_through(self.mlp_norm, x), valid)
         return _add_mlp(self, x, m, noise)
 
@@ -225,11 +225,12 @@ class BlockWithLosses(NumberedPart):
         positions: Tensor,
         angles: Tensor | None = None,
         documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         noise: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> dict[str, Tensor]:
         noise = self.own_noise(noise)
-        x = _attend(self, x, positions, angles, documents, noise)
+        x = _attend(self, x, positions, angles, documents, document_ids, noise)
         m, terms = self.mlp.with_terms(_through(self.mlp_norm, x), valid)
         return {"x": _add_mlp(self, x, m, noise), **terms}
 
@@ -265,11 +266,12 @@ class RoutingPart(NumberedPart):
         positions: Tensor,
         angles: Tensor | None = None,
         documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         noise: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> dict[str, Tensor]:
         noise = self.own_noise(noise)
-        x = _attend(self, x, positions, angles, documents, noise)
+        x = _attend(self, x, positions, angles, documents, document_ids, noise)
         return {"x": x, **self.mlp(_through(self.mlp_norm, x), valid)}
 
 
@@ -326,13 +328,13 @@ def _attend(
     positions: Tensor,
     angles: Tensor | None,
     documents: Tensor | None,
+    document_ids: Tensor | None,
     noise: Tensor | None,
 ) -> Tensor:
     """The first half of a block: attention and its residual connection."""
     # (B, T, hidden); with `seq`, x holds this rank's part of the time dim
-    a = block.attn(
-        _through(block.attn_norm, x), positions, documents, noise, angles
-    )
+    normed = _through(block.attn_norm, x)
+    a = block.attn(normed, positions, documents, noise, angles, document_ids)
     a = _through(block.attn_post_norm, a)
     if noise is not None:
         a = block.attn_dropout(a, noise)
@@ -554,12 +556,9 @@ class Decoder(nn.Module):
     @property
     def derived(
         self,
-    ) -> dict[str, Callable[[Mapping[str, Any], torch.dtype], Tensor]]:
+    ) -> dict[str, mixers.Derive]:
         """Tensors for all blocks derived from a batch: names and their functions."""
-        sizes = self._sizes
-        if not sizes.ropes:
-            return {}
-        return {"angles": SharedAngles(sizes.ropes, sizes.turned_dim)}
+        return mixers.derived(self._sizes)
 
     @torch.no_grad()
     def draw(

@@ -19,8 +19,9 @@ Not here: a cache for generation, and dropout of the heads' outputs.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,8 +115,7 @@ class DeltaCore(nn.Module):
     `x` (B, T, channels) holds queries, keys and values of all heads, one behind the
     other, and `taps` (channels, width) the convolution of each channel. `log_decay` and
     `strength` are (B, T, value heads). It returns (B, T, value heads, value_dim). With
-    `documents` (B, T), on the host, state and convolution start again with each run of
-    equal numbers.
+    `ids` (B, T of whole sequences), state and convolution start again where they change.
 
     Subclasses may hold other tokens: several runs of a sequence, with tokens and states
     before them that other processes compute.
@@ -130,9 +130,13 @@ class DeltaCore(nn.Module):
             1  # runs of neighbouring tokens of a sequence, of equal length
         )
 
-    def times(self, length: int) -> Tensor:
-        """The indices of the `length` tokens held: (runs, tokens of one)."""
-        return torch.arange(length).unsqueeze(0)
+    def held_ids(self, ids: Tensor, length: int, before: int) -> Tensor:
+        """The documents of each run's tokens and of the `before` tokens before it.
+
+        `ids` (B, T of whole sequences) are from `numbered`, and a process holds `length`
+        tokens. Returns (B * runs, before + tokens); before a sequence there is -1.
+        """
+        return F.pad(ids, (before, 0), value=-1)
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
         """The last `count` tokens before each run: (B * runs, count, channels)."""
@@ -148,20 +152,15 @@ class DeltaCore(nn.Module):
         taps: Tensor,
         log_decay: Tensor,
         strength: Tensor,
-        documents: Tensor | None,
+        ids: Tensor | None,
     ) -> Tensor:
         size = x.shape[:2]
         heads = log_decay.shape[-1]
         width = taps.shape[-1]
         runs = partial(_in_runs, count=self.runs)
         x = runs(x)  # (B * runs, T / runs, channels)
-        # Meta tensors do not say where documents end, so costs are counted without
-        # them.
-        if documents is None or x.is_meta:
-            ids = None
-        else:
-            times = self.times(size[1])
-            ids = document_ids(documents, times, width - 1).to(x.device)
+        if ids is not None:
+            ids = self.held_ids(ids, size[1], width - 1)
         before = self.tokens_before(x, width - 1)
         line = torch.cat((before, x), 1)
         convolved = short_convolution(line, taps, ids)
@@ -229,7 +228,14 @@ class GatedDelta(nn.Module):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         angles: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
+        # Meta tensors do not say where documents end, so costs are counted without
+        # them.
+        if documents is None or x.is_meta:
+            document_ids = None
+        elif document_ids is None:
+            document_ids = numbered(documents).to(x.device)
         # In float32 or wider: a product of thousands of decays is one exponential.
         wide = torch.promote_types(x.dtype, torch.float32)
         rate = self.decay.to(wide).exp()
@@ -253,7 +259,7 @@ class GatedDelta(nn.Module):
             )
         ).squeeze(1)
         # (B, T, heads, value_dim)
-        y = self.core(mixed, taps, -rate * steps, strength, documents)
+        y = self.core(mixed, taps, -rate * steps, strength, document_ids)
         gate = self.in_z(x).view(y.shape)
         normed = self.head_norm(y.to(x.dtype))
         # The gate is applied in float32, as in transformers.
@@ -263,20 +269,25 @@ class GatedDelta(nn.Module):
         return out
 
 
-def document_ids(documents: Tensor, times: Tensor, before: int) -> Tensor:
-    """The document of each token of each run, and of the `before` tokens before it.
-
-    `documents` (B, T) covers whole sequences, `times` (runs, tokens) names their tokens.
-    Returns (B * runs, before + tokens). Each run of equal numbers is one document; times
-    before the sequence have -1.
-    """
+def numbered(documents: Tensor) -> Tensor:
+    """Number the documents of each sequence (B, T): one for each run of equal values."""
     starts = documents.diff(dim=1, prepend=documents[:, :1]) != 0
-    ids = F.pad(starts.cumsum(1), (before, 0), value=-1)
-    early = times[:, :1] + torch.arange(
-        before
-    )  # `before` is added by the padding
-    wanted = torch.cat((early, times + before), 1)
-    return ids[:, wanted.flatten()].view(-1, wanted.shape[1])
+    return starts.cumsum(1)
+
+
+def shared_ids(batch: Mapping[str, Any], dtype: torch.dtype) -> Tensor | None:
+    """The numbers of a batch's documents, on the device: once for all layers.
+
+    Documents are on the host. A copy from pinned memory lets the host continue.
+    """
+    documents: Tensor | None = batch.get("documents")
+    if documents is None:
+        return None
+    device = batch["positions"].device
+    ids = numbered(documents)
+    if device.type == "cuda":
+        ids = ids.pin_memory()
+    return ids.to(device, non_blocking=True)
 
 
 def short_convolution(x: Tensor, taps: Tensor, ids: Tensor | None) -> Tensor:

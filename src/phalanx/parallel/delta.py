@@ -39,6 +39,8 @@ class SpreadDeltaCore(DeltaCore):
         mine = range(self.own * self.runs, (self.own + 1) * self.runs)
         # The places of this rank's runs in the order of time.
         self.places = [self.order.index(run) for run in mine]
+        # The indices of held tokens, by their number, those before them and the device.
+        self._wanted: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def _times_of_all(self, length: int) -> Tensor:
         """The token indices of all runs, those of one rank after another's."""
@@ -50,9 +52,18 @@ class SpreadDeltaCore(DeltaCore):
         ]
         return torch.cat(every).view(ranks * self.runs, -1)
 
-    def times(self, length: int) -> Tensor:
-        first = self.own * self.runs
-        return self._times_of_all(length)[first : first + self.runs]
+    def held_ids(self, ids: Tensor, length: int, before: int) -> Tensor:
+        known = length, before, ids.device
+        if known not in self._wanted:
+            first = self.own * self.runs
+            times = self._times_of_all(length)[first : first + self.runs]
+            # The padding in front moves all of them by `before`.
+            early = times[:, :1] + torch.arange(before)
+            both = torch.cat((early, times + before), 1)
+            self._wanted[known] = both.to(ids.device)
+        wanted = self._wanted[known]
+        every = super().held_ids(ids, length, before)
+        return every[:, wanted.flatten()].view(-1, wanted.shape[1])
 
     def in_order(self, x: Tensor) -> list[Tensor]:
         """Gather (B * runs, ...) of all ranks: (B, ...) for each run, ordered by time."""

@@ -59,9 +59,8 @@ def forward_loss(
     loss alone.
     """
     # As training does: what depends on the batch alone is computed once.
-    derived = {
-        name: make(batch, dtype) for name, make in model.derived.items()
-    }
+    made = {name: make(batch, dtype) for name, make in model.derived.items()}
+    derived = {name: x for name, x in made.items() if x is not None}
     inputs = Inputs(model, {**batch, **derived})
     given: dict[str, Tensor] = {}
     skipped = _modules(model)

@@ -70,7 +70,7 @@ class LocalModel:
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]
     # Tensors derived from a microbatch, by the names under which this rank's pieces
     # take them.
-    derived: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]]
+    derived: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor | None]]
     # Initializes weights from a seed: all, or those `chosen` by name.
     draw: Callable[..., None]
     # Fills all weights with the values of whole tensors, by name.
@@ -79,10 +79,9 @@ class LocalModel:
     @torch.no_grad()
     def complete(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A microbatch with the tensors that the rank's pieces derive from it."""
-        return {
-            **batch,
-            **{name: make(batch) for name, make in self.derived.items()},
-        }
+        made = {name: make(batch) for name, make in self.derived.items()}
+        found = {name: x for name, x in made.items() if x is not None}
+        return {**batch, **found}
 
     def weights(self, unit: int) -> list[Unit]:
         """A unit's trained weights and its frozen weights."""
@@ -385,7 +384,7 @@ def _edge(
 
 def _at_dtype(
     make: Derive, dtype: torch.dtype
-) -> Callable[[Mapping[str, Tensor]], Tensor]:
+) -> Callable[[Mapping[str, Tensor]], Tensor | None]:
     return lambda batch: make(batch, dtype)
 
 

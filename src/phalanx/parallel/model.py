@@ -35,7 +35,7 @@ from .whole import Whole
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
-Derive = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
+Derive = Callable[[Mapping[str, Tensor], torch.dtype], Tensor | None]
 EVERY = "*"  # in the names that a piece takes: all entries of the batch
 # the most columns and elements of a tile drawn on its own
 COLUMNS, NUMBERS = 256, 1 << 16
@@ -74,8 +74,8 @@ class Model:
     and the pieces between pass it by. `edges(piece, batch)` returns a piece's inputs as
     meta tensors; those in the dtype of the weights take the dtype of the computation.
     `derived` names tensors computed from a microbatch and the activations' dtype, such
-    as angles of positions. Each is computed once on a rank, and pieces name it like an
-    entry of the batch.
+    as angles of positions; None if the microbatch has nothing to derive it from. Each is
+    computed once on a rank, and pieces name it like an entry of the batch.
 
     `counts` gives the number of indivisible units in a dim that is sharded by units:
     heads and kv. `rates` names weights that an update moves by the sign of their
