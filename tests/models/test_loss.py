@@ -19,7 +19,7 @@ from phalanx.layout import Layout, Shape
 from phalanx.layout.rules import Cut
 from phalanx.models import loss as chunked
 from phalanx.models import token_loss
-from phalanx.models.decoder import Head
+from phalanx.models.ends import Head
 from phalanx.models.loss import EVERY_WORD, ChunkedLogits, Words, soft_cap
 from phalanx.parallel import VocabularyCrossEntropy, build_model
 from phalanx.parallel.tensor import words_of

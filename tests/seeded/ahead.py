@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from phalanx.models import mtp
-from phalanx.models.decoder import PredictingHead
+from phalanx.models.ahead import look_ahead
 from phalanx.models.loss import ChunkedLogits, Logits
-from phalanx.models.mtp import Join
+from phalanx.models.mtp import Join, PredictingHead
 from phalanx.parallel import batch
 from phalanx.parallel.pieces import Bundle, Piece
 from phalanx.train.executor import Executor
@@ -65,9 +64,9 @@ def _ahead_by(
     targets: int, tokens: int, *, in_documents: bool = True
 ) -> AbstractContextManager[None]:
     """Look ahead by other numbers of tokens."""
-    right = mtp.look_ahead
+    right = look_ahead
 
-    def look_ahead(
+    def further(
         whole: Mapping[str, Tensor], modules: int
     ) -> dict[str, Tensor]:
         if not in_documents:
@@ -77,7 +76,7 @@ def _ahead_by(
             found[name] = torch.roll(found[name], by, dims=1)
         return found
 
-    return swapped(batch, "look_ahead", look_ahead)
+    return swapped(batch, "look_ahead", further)
 
 
 @fault(
@@ -124,7 +123,7 @@ def _() -> AbstractContextManager[None]:
         *given: object, ahead: int = 0
     ) -> list[dict[str, Tensor]]:
         parts = right(*given)  # type: ignore[arg-type]
-        return [{**x, **mtp.look_ahead(x, ahead)} for x in parts]
+        return [{**x, **look_ahead(x, ahead)} for x in parts]
 
     return swapped(trial, "microbatches", microbatches)
 

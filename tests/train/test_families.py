@@ -44,7 +44,7 @@ from phalanx.layout.families import (
 )
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
-from phalanx.models.decoder import Head
+from phalanx.models.ends import LossHead
 from phalanx.parallel import (
     build_model,
     described_whole,
@@ -117,7 +117,7 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
     for block in pieces[1:-1]:
         x = block(x, positions=positions)
     return pieces[-1].logits(
-        x, *(() if isinstance(pieces[-1], Head) else (positions,))
+        x, *(() if isinstance(pieces[-1], LossHead) else (positions,))
     )
 
 

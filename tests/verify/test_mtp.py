@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from phalanx.comm import World
 from phalanx.layout import Layout, Shape, legal, stage_pieces
 from phalanx.layout.kinds import one_block_of_each
-from phalanx.models.mtp import look_ahead
+from phalanx.models.ahead import look_ahead
 from phalanx.parallel import build_model
 from phalanx.train.parallelize import parallelize
 from phalanx.verify import SHAPES, Trace, batch_of, verify

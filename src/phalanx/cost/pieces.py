@@ -20,8 +20,8 @@ from ..comm import Message, TallyWorld
 from ..layout import Layout, LayoutError, Mesh, StagedPieces, piece_layout
 from ..layout.choices import DTYPES, PRECISIONS
 from ..models import ExpertsPart
+from ..models.ahead import HIDDEN, look_ahead
 from ..models.experts import CHOICES
-from ..models.mtp import HIDDEN, look_ahead
 from ..parallel import Model, Piece, Precision, Unit, time_multiple
 from ..parallel.batch import edge_shape
 from ..parallel.experts import SENT, cut_blocks
@@ -213,7 +213,7 @@ def _batch(
     names = ["tokens", "targets", "positions"]
     names += ["noise"] * bool(model.shape.dropout)
     batch = {name: torch.empty_like(ids) for name in names}
-    ahead = model.shape.mtp
+    ahead = model.shape.predictors
     return batch | (look_ahead(batch, ahead) if ahead else {})
 
 

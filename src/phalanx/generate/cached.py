@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import Core
-from ..models.decoder import Head
+from ..models.ends import LossHead
 from ..parallel import Model
 
 
@@ -104,7 +104,7 @@ class DecoderReader(CachingReader):
         self.model = model
         self.blocks = blocks_of(model)
         head = model.pieces[-1][1]
-        assert isinstance(head, Head)
+        assert isinstance(head, LossHead)
         self.embed, self.head = model.pieces[0][1], head
         self.cores = [cached_core(block) for block in self.blocks]
 
@@ -134,7 +134,7 @@ def is_cacheable(model: Model) -> bool:
     blocks = blocks_of(model)
     attentions = [getattr(block, "attn", None) for block in blocks]
     cores = [getattr(attention, "core", None) for attention in attentions]
-    ends_as_decoder = isinstance(model.pieces[-1][1], Head)
+    ends_as_decoder = isinstance(model.pieces[-1][1], LossHead)
     return ends_as_decoder and all(isinstance(core, Core) for core in cores)
 
 

@@ -18,7 +18,7 @@ from ..comm import World
 from ..layout import Layout
 from ..layout.mixers import rows_in
 from ..layout.rules import Cut
-from ..models.decoder import Head
+from ..models.ends import LossHead
 from ..models.loss import whole_logits
 from ..parallel import Model
 from ..parallel.local import build_local, model_stages
@@ -101,7 +101,7 @@ class SharedReader(CachingReader):
         self, head: nn.Module, x: Tensor, every: Tensor
     ) -> None:
         """Write the logits of this rank's words into those of all words."""
-        assert isinstance(head, Head)
+        assert isinstance(head, LossHead)
         tp = self.local.coordinates["tp"]
         own = Cut.of(self.shape.vocab, self.layout.tp, tp)
         width = own.stop - own.start  # the columns after them are padding

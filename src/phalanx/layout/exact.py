@@ -208,7 +208,7 @@ def uncut_time(x: Layout, s: Shape) -> tuple[str, str] | None:
         "the mlp": s.kind == "mlp",
         "LoRA": s.lora_r,
         "sinks": s.sinks,
-        "mtp": s.mtp,
+        "the prediction of later tokens": s.predictors,
         "dropout with seq": s.dropout and x.seq,
     }
     for which, has_it in uncompared.items():
@@ -227,7 +227,7 @@ def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
         "the mlp": s.kind == "mlp",
         "qk_norm_wide": s.qk_norm_wide,
         "LoRA": s.lora_r,
-        "mtp": s.mtp,
+        "the prediction of later tokens": s.predictors,
     }
     for which, has_it in uncompared.items():
         if has_it:

@@ -65,7 +65,8 @@ class Family:
     # The beginning of tensors that predict further tokens: they are not read.
     unread: str = ""
     # Blocks after the last one predict further tokens: they are written and not read.
-    further: bool = False
+    # Our names of a module's tensors, and theirs below its block's.
+    further: Mapping[str, str] = field(default_factory=dict)
     # Their keys about experts and latent attention, and ours.
     experts: Mapping[str, str] = field(default_factory=dict)
 
@@ -86,6 +87,13 @@ def _family(row: dict[str, Any]) -> Family:
 
 
 FAMILIES = {name: _family(row) for name, row in _DATA["families"].items()}
+# The beginnings of our names for modules that predict later tokens.
+_FURTHER = {
+    name.partition("{}")[0]
+    for family in FAMILIES.values()
+    for name in family.further
+    if "{}" in name
+}
 # Any other family; only its sizes are known.
 _OTHER = _family({"architecture": "", "keys": ["gpt2", "others"]})
 # Token embeddings are multiplied by the square root of their width.
@@ -133,26 +141,14 @@ class HubTensor:
         ]
 
 
-# DeepSeek-V3's names of a module of multi-token prediction, below its block's.
-_AHEAD = {
-    "mtp.{}.token_norm.weight": "enorm.weight",
-    "mtp.{}.hidden_norm.weight": "hnorm.weight",
-    "mtp.{}.proj.weight": "eh_proj.weight",
-    "head.predicted.{}.norm.weight": "shared_head.norm.weight",
-    # Copies: a module shares them with the model.
-    "embed.tokens.weight": "embed_tokens.weight",
-    "head.output.weight": "shared_head.head.weight",
-}
-
-
 def ahead_sources(
     family: Family, names: Mapping[str, int], layers: int, modules: int
 ) -> dict[str, HubTensor]:
-    """Map weights of ours as `sources`, also those of multi-token prediction.
+    """Map weights of ours as `sources`, also those of modules that predict later tokens.
 
     A family without such modules has no names for them, and their weights are left out.
     """
-    prefixes = ["mtp.", "head.predicted."]
+    prefixes = [*_FURTHER]
     prefixes += [f"layers.{layers + module}." for module in range(modules)]
     plain = {
         name: dims
@@ -166,7 +162,7 @@ def ahead_sources(
         block = f"layers.{layers + module}."
         own = {n: dims for n, dims in names.items() if n.startswith(block)}
         found |= sources(family, own)
-        for ours, theirs in _AHEAD.items():
+        for ours, theirs in family.further.items():
             name = ours.format(module)
             place = f"{family.layers}.{layers + module}.{theirs}"
             # A tied output is the embedding.
@@ -775,7 +771,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
             "qk_rope_head_dim": shape.turned,
         }
         config |= {
-            "num_nextn_predict_layers": shape.mtp,
+            "num_nextn_predict_layers": shape.predictors,
             "qk_nope_head_dim": shape.head_dim - shape.turned,
         }
         config["rope_interleave"] = shape.rope_pairs == "neighbours"

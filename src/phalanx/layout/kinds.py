@@ -120,8 +120,8 @@ def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
     blocks = [block_kind(shape, piece) for piece in range(1, 1 + shape.layers)]
     # Blocks without experts come first, as in every shape.
     kinds = list(dict.fromkeys(blocks))
-    # In both shapes, blocks of multi-token prediction are like the last one.
-    if shape.mtp:
+    # In both shapes, blocks that predict later tokens are like the last one.
+    if shape.predictors:
         kinds.remove(blocks[-1])
         kinds.append(blocks[-1])
     few = replace(

@@ -382,7 +382,7 @@ def linear_products(row: PieceRow, shape: Shape) -> tuple[LinearProduct, ...]:
     ]
     # The output serves the loss of the next token and those of later ones.
     if row.piece == shape.pieces - 1:
-        uses = 1 + shape.mtp
+        uses = 1 + shape.predictors
         products = [each._replace(times=uses) for each in products]
     return tuple(products)
 
@@ -434,7 +434,7 @@ def work_of_pieces(shape: Shape) -> tuple[int, ...]:
     """The forward work of the embedding, of each block, and of the head; see
     `piece_work`.
 
-    Modules of multi-token prediction are on the head's stage and count as part of it.
+    Modules that predict later tokens are on the head's stage and count as part of it.
     """
     # Blocks of one kind do the same work, which is counted once.
     known: dict[int, int] = {}
@@ -524,7 +524,7 @@ def _bundle(
     if part is BlockPart.MERGING:
         return ("x", "sent", *results), ("x",)
     # The head also needs the hidden states before the last module's.
-    if shape.mtp and not shape.is_block(piece) and piece:
+    if shape.predictors and not shape.is_block(piece) and piece:
         known = ("x", "hidden")
         if piece == shape.pieces - 1:
             return known, ()
@@ -645,7 +645,7 @@ def _plain_weights(shape: Shape, piece: int) -> Iterator[WeightRow]:
             yield _weight(
                 "output.weight", "vocab embed", shape.vocab, shape.hidden
             )
-        for module in range(shape.mtp):
+        for module in range(shape.predictors):
             name = f"predicted.{module}.norm"
             yield from _norm(shape, name, "embed", shape.hidden)
 

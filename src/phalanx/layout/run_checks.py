@@ -88,9 +88,11 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
     except LayoutError as error:
         what = f"model = {run.model!r}: {str(error).rstrip('.')}"
         yield Mistake("model", what, "See `phalanx check --help`")
-    if run.loss and shape is not None and shape.mtp:
-        what = f"loss = {run.loss!r} with mtp = {shape.mtp}, whose modules have losses of their own"
-        yield Mistake("loss", what, "Leave mtp out")
+    extra = shape.extra_losses if shape is not None else {}
+    for name, value in extra.items():
+        if run.loss:
+            what = f"loss = {run.loss!r} with {name} = {value}, whose modules have losses of their own"
+            yield Mistake("loss", what, f"Leave {name} out")
     yield from _layout(run, shape)
     for each in run.fallbacks:
         yield from (

@@ -34,6 +34,7 @@ from .mixers import (
     mixer_of_block,
     rows_in,
 )
+from .mtp import MtpKeys, mtp_mistakes
 from .pieces import PieceRow, block_linears, shape_rows
 
 HUB = "hf:"  # the prefix of a folder that holds a Hugging Face model
@@ -58,7 +59,7 @@ class ShapeError(FileError, LayoutError):
 
 
 @dataclass(frozen=True)
-class Shape(MixerKeys):
+class Shape(MtpKeys, MixerKeys):
     """The sizes of a decoder, or of the MLP (name, layers, hidden and batch)."""
 
     # The upper limits are ten times those of any trained model, and still quick to
@@ -207,12 +208,6 @@ class Shape(MixerKeys):
     z_loss: float = key(
         0.0, "factor of the mean squared log-sum-exp of the scores"
     )
-    mtp: int = key(
-        0, "modules that predict later tokens too; 0: none", maximum=16
-    )
-    mtp_weight: float = key(
-        0.3, "factor of the mean of their losses", above=0, maximum=100
-    )
     dropout: float = key(
         0.0,
         "share of features that training zeroes: of embeddings, heads' outputs, attention and MLP",
@@ -292,7 +287,7 @@ class Shape(MixerKeys):
             )
         yield from self._unlike_latents()
         yield from self._unpaired()
-        yield from self._unpredicted()
+        yield from mtp_mistakes(self)
         yield from self._unlike_gates()
         if not self.experts:
             return
@@ -374,11 +369,6 @@ class Shape(MixerKeys):
         if self.output_gate and self.kv_latent:
             what = "output_gate beside latent attention, which has none"
             yield Mistake("output_gate", what, "Leave it out")
-
-    def _unpredicted(self) -> Iterator[Mistake]:
-        if self.mtp and (self.kind == "mlp" or self.positions != "rope"):
-            what = "mtp in a model that is not a decoder with rope"
-            yield Mistake("mtp", what, "Leave it out")
 
     def _untrainable(self) -> Iterator[Mistake]:
         for name in self.freeze:
@@ -468,26 +458,26 @@ class Shape(MixerKeys):
     def pieces(self) -> int:
         """The number of pieces: the embedding, the blocks, and the head with the loss.
 
-        Each module of multi-token prediction has two between the blocks and the head.
+        Each module that predicts later tokens has two between the blocks and the head.
         """
-        return self.layers + 2 * self.mtp + 2
+        return self.layers + 2 * self.predictors + 2
 
     def is_block(self, piece: int) -> bool:
-        """True for a block, also one of multi-token prediction."""
+        """True for a block, also one that predicts later tokens."""
         # Behind the blocks, joins and blocks alternate, up to the head.
         behind = piece - self.layers
-        of_module = 0 < behind <= 2 * self.mtp and behind % 2 == 0
+        of_module = 0 < behind <= 2 * self.predictors and behind % 2 == 0
         return 0 < piece <= self.layers or of_module
 
     def is_join(self, piece: int) -> bool:
-        """True for the input of a block of multi-token prediction."""
+        """True for the input of a block that predicts later tokens."""
         return self.layers < piece < self.pieces - 1 and self.is_block(
             piece + 1
         )
 
     def sparse(self, piece: int) -> bool:
         """True if a piece has experts."""
-        # Blocks of multi-token prediction are like the last one before them.
+        # Blocks that predict later tokens are like the last one before them.
         like = min(piece, self.layers)
         return (
             self.experts > 0
@@ -499,7 +489,7 @@ class Shape(MixerKeys):
         """The layer between tokens of a decoder's block; None for other pieces."""
         if self.kind != "decoder" or not self.is_block(piece):
             return None
-        # Blocks of multi-token prediction are like the last one before them.
+        # Blocks that predict later tokens are like the last one before them.
         like = min(piece, self.layers)
         return mixer_of_block(self, like - 1)
 

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import mixers
+from . import mixers, mtp
+from .ends import Embed, Head
 from .experts import ExpertMlps, Experts, Router, Sending, SharedGate, gated
-from .loss import CrossEntropy, soft_cap
-from .mtp import SECOND_LOSS, ExtraLoss, Join
-from .noise import EMBEDDING, Dropout, block_noise
+from .noise import Dropout, block_noise
 from .norm import norm_of
 from .sizes import DecoderSizes
 
@@ -56,11 +55,8 @@ layers.*.mlp.routed.down : experts embed ffn
 layers.*.mlp.routed.gate_bias : experts ffn
 layers.*.mlp.routed.up_bias : experts ffn
 layers.*.mlp.routed.down_bias : experts partial
-mtp.*.tokens.weight : vocab embed
-mtp.*norm.* : embed
-mtp.*.proj.weight : embed embed
+{mtp.RULES}\
 head.norm.* : embed
-head.predicted.*.norm.* : embed
 head.output.weight : vocab embed
 """
 
@@ -356,124 +352,6 @@ def _add_mlp(
     return y
 
 
-class Embed(nn.Module):
-    """Token embeddings times `scale`, plus learned position embeddings, if any."""
-
-    def __init__(
-        self,
-        vocab: int,
-        hidden: int,
-        sequence: int | None = None,
-        scale: float = 1.0,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.scale = scale
-        self.dropout = Dropout(dropout, place=0)
-        self.tokens = nn.Embedding(vocab, hidden)
-        self.positions = (
-            None if sequence is None else nn.Embedding(sequence, hidden)
-        )
-
-    @property
-    def uncompiled(self) -> bool:
-        """True if this is a lookup alone, which calling a graph would slow down."""
-        plain = self.scale == 1 and not self.dropout.rate
-        return plain and self.positions is None
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, noise: Tensor | None = None
-    ) -> Tensor:
-        x: Tensor = self.tokens(tokens)  # (B, T) becomes (B, T, hidden)
-        if self.scale != 1:
-            # Rounded to x's dtype first, as in Gemma's training.
-            x = x * x.new_full((), self.scale)
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        keys = None if noise is None else block_noise(noise, EMBEDDING)
-        dropped: Tensor = self.dropout(x, keys)
-        return dropped
-
-
-class Head(nn.Module):
-    """Last norm, output projection and summed loss.
-
-    `output.weight` may be the embedding's own parameter or another of the same shape.
-    With a `softcap` c, a logit l becomes c tanh(l / c).
-
-    In a piece, the output projection may return `ChunkedLogits` in place of the logits.
-    """
-
-    by_chunks = "output"  # the child that may do so
-
-    def __init__(
-        self, hidden: int, vocab: int, norm: nn.Module, softcap: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.norm, self.softcap = norm, softcap
-        self.output = nn.Linear(hidden, vocab, bias=False)
-        self.loss = CrossEntropy()
-
-    def logits(self, x: Tensor) -> Tensor:
-        y = self.output(self.norm(x))  # (B, T, vocab)
-        capped: Tensor = soft_cap(y, self.softcap)
-        return capped
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.loss(self.logits(x), targets)
-        return loss
-
-
-class PredictingHead(Head):
-    """A head with the losses of the next token and of the modules' tokens.
-
-    `x` is the hidden state of the last module, and `hidden` those of the last block and
-    of the modules before. The second loss is a sum over all modules. Without `hidden`,
-    `x` is that of the last block, and the next token's loss is the only one.
-    """
-
-    def __init__(
-        self,
-        hidden: int,
-        vocab: int,
-        norm: nn.Module,
-        softcap: float,
-        norms: list[nn.Module],
-        weight: float,
-    ) -> None:
-        super().__init__(hidden, vocab, norm, softcap)
-        self.predicted = nn.ModuleList(
-            nn.ModuleDict({"norm": each}) for each in norms
-        )
-        self.extra_losses = {SECOND_LOSS: ExtraLoss(1 / len(norms), weight)}
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        targets: Tensor,
-        ahead_targets: Tensor | None = None,
-        hidden: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        if ahead_targets is None or hidden is None:
-            return {"x": super().forward(x, targets)}
-        modules = len(self.predicted)
-        first, *others = hidden.chunk(modules)
-        states = zip(self.predicted, (*others, x), strict=True)
-        normed = [self._normed(module, state) for module, state in states]
-        # One product with the output projection for all modules.
-        logits = soft_cap(self.output(torch.cat(normed)), self.softcap)
-        later = ahead_targets.permute(2, 0, 1).flatten(0, 1)
-        return {
-            "x": self.loss(self.logits(first), targets),
-            SECOND_LOSS: self.loss(logits, later),
-        }
-
-    @staticmethod
-    def _normed(module: Any, x: Tensor) -> Tensor:
-        y: Tensor = module["norm"](x)
-        return y
-
-
 def _block(sizes: DecoderSizes, piece: int) -> Block:
     # Blocks of multi-token prediction are like the last one before them.
     like = min(piece, sizes.layers - 1)
@@ -486,17 +364,6 @@ def _block(sizes: DecoderSizes, piece: int) -> Block:
     gate = SharedGate(sizes.hidden) if sizes.shared_gate else None
     mlp = Experts(Router(sizes), ExpertMlps(sizes), beside, gate)
     return ExpertBlock(piece, attn, mlp, sizes)
-
-
-def _head(sizes: DecoderSizes) -> Head:
-    def norm() -> nn.Module:
-        return norm_of(sizes.norm, sizes.hidden, sizes.eps)
-
-    of = sizes.hidden, sizes.vocab, norm(), sizes.logit_softcap
-    if not sizes.mtp:
-        return Head(*of)
-    norms = [norm() for _ in range(sizes.mtp)]
-    return PredictingHead(*of, norms, sizes.mtp_weight)
 
 
 class Decoder(nn.Module):
@@ -515,21 +382,14 @@ class Decoder(nn.Module):
             _block(of, piece) for piece in range(of.layers + of.mtp)
         )
         self.mtp = nn.ModuleList(
-            self._join(of, depth) for depth in range(of.mtp)
+            mtp.join(of, self.embed.tokens, depth) for depth in range(of.mtp)
         )
-        self.head = _head(of)
+        self.head = mtp.head(of) if of.mtp else Head.of(of)
         # One parameter under two names: its gradient is the sum of both uses.
         if of.tied:
             self.head.output.weight = self.embed.tokens.weight
         for name, weight in self.named_parameters():
             self.draw(name, weight)
-
-    def _join(self, sizes: DecoderSizes, depth: int) -> Join:
-        token_norm, hidden_norm = (
-            norm_of(sizes.norm, sizes.hidden, sizes.eps) for _ in range(2)
-        )
-        tokens, scale = self.embed.tokens, sizes.embed_scale
-        return Join(depth, tokens, scale, token_norm, hidden_norm)
 
     def forward(
         self, tokens: Tensor, targets: Tensor, **shared: Tensor | None
@@ -594,7 +454,7 @@ def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
     """Return the pieces, and a line `pattern : dim dim` for every weight and buffer.
 
     Dims: vocab, embed (the residual width), experts, heads and kv (number of heads
-    times head_dim), groups (those of the key heads of delta layers), head (one head's
+    times head_dim), groups (of heads in other mixers), head (one head's
     features, shared by all heads), ffn, position.
     Lines that match no name are left out.
     """

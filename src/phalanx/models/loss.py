@@ -36,6 +36,17 @@ Agree = Callable[[Tensor, str], object]
 Add = Callable[[Sequence[Tensor]], Tensor]
 
 
+class ExtraLoss(NamedTuple):
+    """A loss that a head returns as a sum beside its own.
+
+    `share` times that sum is what a log divides by the number of targets, and `factor`
+    times that is the loss's part of the whole loss.
+    """
+
+    share: float
+    factor: float
+
+
 class Words(NamedTuple):
     """A rank's part of the vocabulary.
 

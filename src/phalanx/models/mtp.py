@@ -7,65 +7,30 @@ model's own kind follows, and then the model's own output projection behind a no
 the module's own. So a module is two pieces, `Join` and a block, and the decoder's
 `PredictingHead` computes both losses.
 
-Here a batch's entries for the modules are (B, T, modules): see `look_ahead`.
+`ahead.py` makes the modules' entries of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .loss import IGNORED
+from .ahead import HIDDEN
+from .ends import LossHead, scaled
+from .loss import ExtraLoss, soft_cap
+from .norm import norm_of
+from .sizes import DecoderSizes
 
-AHEAD_TOKENS, AHEAD_TARGETS = "ahead_tokens", "ahead_targets"
-HIDDEN = "hidden"  # in the bundle: the hidden states that the head needs besides `x`
+# Lines of the decoder's rule table: see `decoder.py`.
+RULES = """\
+mtp.*.tokens.weight : vocab embed
+mtp.*norm.* : embed
+mtp.*.proj.weight : embed embed
+head.predicted.*.norm.* : embed
+"""
 SECOND_LOSS = "mtp_loss"  # the head's second output, and its name in the log
-
-
-class ExtraLoss(NamedTuple):
-    """A loss that a head returns as a sum beside its own.
-
-    `share` times that sum is what a log divides by the number of targets, and `factor`
-    times that is the loss's part of the whole loss.
-    """
-
-    share: float
-    factor: float
-
-
-def look_ahead(batch: Mapping[str, Tensor], modules: int) -> dict[str, Tensor]:
-    """The tokens and targets that modules take at each token, from whole rows.
-
-    At token i, module k takes token i + k and predicts the target of token i + k. If
-    that token is behind the end of the row or in another document, there is nothing to
-    predict.
-    """
-    tokens, targets = batch["tokens"], batch["targets"]
-    documents = batch.get("documents")
-    found = []
-    for k in range(1, modules + 1):
-        token, target = _shifted(tokens, k, 0), _shifted(targets, k, IGNORED)
-        if documents is not None:
-            same = _shifted(documents, k, -1) == documents
-            same = same.to(tokens.device)
-            token = torch.where(same, token, 0)
-            target = torch.where(same, target, IGNORED)
-        found.append((token, target))
-    ahead_tokens, ahead_targets = zip(*found, strict=True)
-    return {
-        AHEAD_TOKENS: torch.stack(ahead_tokens, -1),  # (B, T, modules)
-        AHEAD_TARGETS: torch.stack(ahead_targets, -1),
-    }
-
-
-def _shifted(x: Tensor, by: int, fill: int) -> Tensor:
-    """x (B, T) with each token's value replaced by that of the token `by` further."""
-    y = torch.full_like(x, fill)
-    y[:, :-by] = x[:, by:]
-    return y
 
 
 class Join(nn.Module):
@@ -97,9 +62,76 @@ class Join(nn.Module):
         self, x: Tensor, ahead_tokens: Tensor, hidden: Tensor | None = None
     ) -> dict[str, Tensor]:
         token = self.tokens(ahead_tokens[..., self.depth])  # (B, T, hidden)
-        if self.scale != 1:
-            token = token * token.new_full((), self.scale)
+        token = scaled(token, self.scale)
         both = torch.cat((self.token_norm(token), self.hidden_norm(x)), -1)
         # (modules so far * B, T, hidden)
         before = x if hidden is None else torch.cat((hidden, x))
         return {"x": self.proj(both), HIDDEN: before}
+
+
+class PredictingHead(LossHead):
+    """A head with the losses of the next token and of the modules' tokens.
+
+    `x` is the hidden state of the last module, and `hidden` those of the last block and
+    of the modules before. The second loss is a sum over all modules. Without `hidden`,
+    `x` is that of the last block, and the next token's loss is the only one.
+    """
+
+    by_chunks = "output"
+
+    def __init__(
+        self,
+        hidden: int,
+        vocab: int,
+        norm: nn.Module,
+        softcap: float,
+        norms: list[nn.Module],
+        weight: float,
+    ) -> None:
+        super().__init__(hidden, vocab, norm, softcap)
+        self.predicted = nn.ModuleList(
+            nn.ModuleDict({"norm": each}) for each in norms
+        )
+        self.extra_losses = {SECOND_LOSS: ExtraLoss(1 / len(norms), weight)}
+
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        ahead_targets: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        if ahead_targets is None or hidden is None:
+            return {"x": self.loss(self.logits(x), targets)}
+        modules = len(self.predicted)
+        first, *others = hidden.chunk(modules)
+        states = zip(self.predicted, (*others, x), strict=True)
+        normed = [self._normed(module, state) for module, state in states]
+        # One product with the output projection for all modules.
+        logits = soft_cap(self.output(torch.cat(normed)), self.softcap)
+        later = ahead_targets.permute(2, 0, 1).flatten(0, 1)
+        return {
+            "x": self.loss(self.logits(first), targets),
+            SECOND_LOSS: self.loss(logits, later),
+        }
+
+    @staticmethod
+    def _normed(module: Any, x: Tensor) -> Tensor:
+        y: Tensor = module["norm"](x)
+        return y
+
+
+def join(sizes: DecoderSizes, tokens: nn.Embedding, depth: int) -> Join:
+    """The input of the block of module `depth`, from the model's own embedding."""
+    token_norm = norm_of(sizes.norm, sizes.hidden, sizes.eps)
+    hidden_norm = norm_of(sizes.norm, sizes.hidden, sizes.eps)
+    return Join(depth, tokens, sizes.embed_scale, token_norm, hidden_norm)
+
+
+def head(sizes: DecoderSizes) -> PredictingHead:
+    """The head of a model with modules that predict later tokens."""
+    norms = [
+        norm_of(sizes.norm, sizes.hidden, sizes.eps) for _ in range(sizes.mtp)
+    ]
+    parts = PredictingHead.parts_of(sizes)
+    return PredictingHead(*parts, norms, sizes.mtp_weight)

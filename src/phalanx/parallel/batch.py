@@ -23,7 +23,7 @@ from torch import Tensor
 from ..layout import Layout, LayoutError
 from ..layout.exact import held_runs, uneven_microbatches
 from ..models import IGNORED
-from ..models.mtp import AHEAD_TARGETS, look_ahead
+from ..models.ahead import AHEAD_TARGETS, look_ahead
 
 VALID = "valid"  # in a padded batch, marks the tokens that are not padding
 # Padding is a document of its own, and its targets are ignored.

@@ -26,7 +26,8 @@ from ..layout.exact import (
 )
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core, ExpertProducts, LoraLinear
-from ..models.decoder import Block, Embed, Head
+from ..models.decoder import Block
+from ..models.ends import Embed, Head
 from ..models.loss import CrossEntropy
 from ..models.mixers import KINDS
 from .mixers import SPREAD

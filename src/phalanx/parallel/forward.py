@@ -75,7 +75,7 @@ def forward_loss(
 
 def _modules(model: Model) -> range:
     """The pieces that predict later tokens: those between the blocks and the head."""
-    if model.shape is None or not model.shape.mtp:
+    if model.shape is None or not model.shape.predictors:
         return range(0)
     last = len(model.pieces) - 1
     return range(1 + model.shape.layers, last)

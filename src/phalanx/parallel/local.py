@@ -14,7 +14,7 @@ from ..comm import World
 from ..layout import Layout, LayoutError, stage_pieces
 from ..layout.stages import stage_blocks
 from ..models import ExpertsPart
-from ..models.mtp import ExtraLoss
+from ..models.loss import ExtraLoss
 from ..program import Program, ops
 from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
@@ -213,7 +213,7 @@ def build_local(
         pool,
         at,
         exact_place(layout, at),
-        model.shape.mtp if model.shape else 0,
+        model.shape.predictors if model.shape else 0,
         extra_losses(model.pieces[-1][1]),
         partial(_edge, model, layout, precision.compute, world.device),
         derived,

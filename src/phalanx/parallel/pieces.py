@@ -31,18 +31,17 @@ from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 
 from ..comm import Work
 from ..models import ExpertProducts, LoraLinear
-from ..models.decoder import Head, PredictingHead
+from ..models.ends import LossHead
 from ..models.experts import TERMS, loss_router
 from ..models.function import FrequentFunction
-from ..models.loss import ChunkedLogits, CrossEntropy
-from ..models.mtp import ExtraLoss
+from ..models.loss import ChunkedLogits, CrossEntropy, ExtraLoss
 from .compile import CompiledModule, Factors
 from .data import Unit
 from .exact import ExactUnit
 from .low_precision import EightBits, of_expert
 from .model import EVERY
 from .pool import storage_of
-from .preference import PreferenceHead, PreferenceLoss
+from .preference import PreferenceLoss
 from .products import MatmulSpec, Place, into_input, multiply
 from .recompute import Selected, giving, keeping
 from .tensor import RowLinear, VocabularyCrossEntropy
@@ -276,9 +275,11 @@ def chunked_child(module: nn.Module) -> str:
     """The name of the projection whose product a head leaves to its loss, or ""."""
     # Such a loss has its value after the backward only. A subclass may go on computing
     # with it, and a user's loss needs the logits, so both get whole ones.
-    heads = (Head, PredictingHead, PreferenceHead)
+    declared = isinstance(module, LossHead) and "by_chunks" in vars(
+        type(module)
+    )
     losses = (CrossEntropy, VocabularyCrossEntropy, PreferenceLoss)
-    if type(module) not in heads or type(module.loss) not in losses:
+    if not declared or type(module.loss) not in losses:
         return ""
     return str(module.by_chunks)
 

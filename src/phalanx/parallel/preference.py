@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ..comm import Group
 from ..layout import LayoutError
-from ..models.decoder import Head
+from ..models.ends import Head, LossHead
 from ..models.loss import EVERY_WORD, token_losses
 from .model import Model
 from .own_loss import METRICS, Measure
@@ -142,13 +142,14 @@ class PreferenceLoss(nn.Module):
         return loss, sums.double() / parts
 
 
-class PreferenceHead(Head):
+class PreferenceHead(LossHead):
     """A decoder's head with the loss of pairs."""
 
+    by_chunks = "output"
     uncompiled = True  # how many losses count depends on the values of a batch
     loss: PreferenceLoss  # type: ignore[assignment]
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         targets: Tensor,
@@ -169,7 +170,8 @@ def give_preference_loss(model: Model, beta: float) -> Model:
             f"loss = 'dpo' is for phalanx's own decoder, and {name} of this model is a"
             f" {type(head).__name__}. Write it in a loop of your own: docs/your-own-loop.md."
         )
-    head.__class__ = PreferenceHead
+    own: Any = head
+    own.__class__ = PreferenceHead
     head._modules["loss"] = PreferenceLoss(beta)
     return model
 

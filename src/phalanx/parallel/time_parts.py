@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.attention import HeadsAttention
-from ..models.decoder import Embed, Head
+from ..models.ends import Embed, LossHead
 from .data import Unit
 from .exact import ExactUnit
 from .parts import InParts, Run, Swap, join_time, parts_of_time, swapped
@@ -157,7 +157,7 @@ def run_in_time(module: nn.Module, owners: Owners, count: int) -> None:
     """Make a piece run on each of this rank's `count` parts of time."""
     weights = WeightsOfTime(module, owners)
     whole: Any = module
-    if isinstance(module, Embed | Head):
+    if isinstance(module, Embed | LossHead):
         whole.forward = InTime(module.forward, weights, count)
         return
     for child in module.children():

@@ -89,7 +89,7 @@ def export_weights(
             if not is_lora(name)
         }
         data = families.ahead_sources(
-            families.FAMILIES[family], dims, shape.layers, shape.mtp
+            families.FAMILIES[family], dims, shape.layers, shape.predictors
         )
     make_empty(out)
     plain = [name for name in weights if not is_lora(name)]

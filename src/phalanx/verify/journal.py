@@ -142,12 +142,12 @@ def counted_flops(
     every = _products(shape, batch, sequence)
     products, scores = every["products"], every["scores"]
     # all blocks have the same number of heads, and a score for each pair of tokens
-    blocks = shape.layers + shape.mtp
+    blocks = sum(map(shape.is_block, range(shape.pieces)))
     of_block = scores / blocks
     causal = products
     for number in range(blocks):
         windows = shape.windows or (0,)
-        # A block of multi-token prediction is like the last one before it.
+        # A block that predicts later tokens is like the last one before it.
         like = min(number, shape.layers - 1)
         seen = plain.visible(sequence, windows[like % len(windows)], None)
         # The share of pairs that a query may see: about half for causal

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from ..layout import Layout
 from ..layout.rules import PARTIAL, Cut
 from ..models import ExpertMlps
-from ..models.decoder import Head, Mlp
+from ..models.decoder import Mlp
+from ..models.ends import LossHead
 from ..models.mixers import KINDS
 from ..parallel import Model
 from ..parallel.tensor import cut_of
@@ -41,7 +42,7 @@ def output_over_ranks(model: Model, cuts: Layout) -> None:
     """Make the output projection compute each rank's words of the vocabulary from now
     on."""
     head = model.pieces[-1][1]
-    if cuts.tp > 1 and isinstance(head, Head):
+    if cuts.tp > 1 and isinstance(head, LossHead):
         output: Any = head.output
         output.forward = _WordsOverRanks(output, cuts.tp)
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ..layout import Shape
 from ..models import IGNORED, Decoder, DeepMlp, Router
+from ..models.ahead import HIDDEN, look_ahead
 from ..models.loss import CrossEntropy
-from ..models.mtp import HIDDEN, look_ahead
 from ..parallel import Model, Precision
 from ..parallel.batch import VALID
 from ..parallel.model import entries_named
@@ -461,9 +461,9 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
         return torch.full(
             size, float(model.shape is None or model.shape.norm != "rms1")
         )
-    # Without the blocks of multi-token prediction, one behind each join.
+    # Without the blocks behind them, which predict later tokens.
     layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
-    layers -= sum(piece.startswith("mtp.") for piece, _ in model.pieces)
+    layers -= model.shape.predictors if model.shape else 0
     # into the residual stream
     into = ".wo.weight", ".attn.out.weight", ".down.weight", ".routed.down"
     last = name.endswith(into)
@@ -569,8 +569,8 @@ class Pieces:
 
     def _chain(self, batch: Batch, passed: Passed) -> None:
         model, nudge, outputs = self.model, self.nudge, passed.outputs
-        if model.shape and model.shape.mtp:
-            batch = {**batch, **look_ahead(batch, model.shape.mtp)}
+        if model.shape and model.shape.predictors:
+            batch = {**batch, **look_ahead(batch, model.shape.predictors)}
         x: Tensor | None = None
         hidden: dict[str, Tensor] = {}  # passes by blocks, to the head
         for number, (name, piece) in enumerate(model.pieces):

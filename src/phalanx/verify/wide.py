@@ -53,7 +53,8 @@ NARROW = {
     "models/attention.py:LatentAttention.projected": "mul",
     "models/decoder.py:_add_mlp": "add",
     "models/decoder.py:_attend": "add",
-    "models/decoder.py:Embed.forward": "add mul",
+    "models/ends.py:Embed.forward": "add",
+    "models/ends.py:scaled": "mul",
     "models/decoder.py:MergingPart.forward": "add",
     "models/decoder.py:Mlp.forward": "gelu silu",
     **narrow_operations(),
@@ -78,7 +79,6 @@ NARROW = {
     "models/loss.py:_write_gradient": "copy_",
     "models/loss.py:soft_cap": "div mul tanh",
     "models/mlp.py:Layer.forward": "gelu",
-    "models/mtp.py:Join.forward": "mul",
     "models/noise.py:Dropout.forward": "mul where",
     # in float16; its statistics have 32 bits
     "models/norm.py:LayerNorm.forward": "native_layer_norm",
