@@ -515,11 +515,53 @@ def test_optimizers_are_named_where_their_rows_are_entered(name: str) -> None:
     assert (len(others), len(own)) == OPTIMIZER_NAMED[name], others
 
 
-def test_the_page_on_a_technique_lists_every_file_of_its_example() -> None:
+# Layers of a block and pieces behind the last one: the words by which a file names them. The numbers are
+# those of other files and of their own, and only fall. The rows are in `layout/mixers.py` and the like.
+PIECE_NAMED = {
+    "delta": (re.compile("(?<![a-z])delta|Delta"), 7, 5),
+    "mtp": (re.compile("mtp", re.I), 8, 2),
+}
+
+
+def naming_files(name: str) -> tuple[set[str], set[str]]:
+    """The files of the package that name a kind of piece: others, and its own."""
+    pattern = PIECE_NAMED[name][0]
+    own, others = set[str](), set[str]()
+    for path in SOURCE.rglob("*"):
+        if path.suffix not in (".py", ".toml", ".txt"):
+            continue
+        if pattern.search(path.read_text(encoding="utf-8")):
+            place = str(path.relative_to(SOURCE))
+            (own if name in path.stem else others).add(place)
+    return others, own
+
+
+@pytest.mark.parametrize("name", PIECE_NAMED)
+def test_pieces_are_named_where_their_rows_are_entered(name: str) -> None:
+    others, own = naming_files(name)
+    assert (len(others), len(own)) == PIECE_NAMED[name][1:], sorted(others)
+    assert len(others) <= 8
+
+
+def test_the_page_on_a_technique_lists_every_file_of_a_mixer() -> None:
     page = (ROOT / "docs" / "add-a-technique.md").read_text(encoding="utf-8")
-    listed = dict(
-        re.findall(r"^\| `src/phalanx/(\S+)` \| (new|changed) ", page, re.M)
+    listed = files_in_table(page.partition("## A mixer\n")[2])
+    others, own = naming_files("delta")
+    assert listed == dict.fromkeys(own, "new") | dict.fromkeys(
+        others, "changed"
     )
+
+
+def files_in_table(text: str) -> dict[str, str]:
+    """The files in a page's table, each with "new" or "changed"."""
+    rows = re.findall(r"^\| `src/phalanx/(\S+)` \| (new|changed) ", text, re.M)
+    return dict(rows)
+
+
+def test_the_page_on_a_technique_lists_every_file_of_its_example() -> None:
+    whole = (ROOT / "docs" / "add-a-technique.md").read_text(encoding="utf-8")
+    page = whole.partition("## A mixer\n")[0]
+    listed = files_in_table(page)
     naming = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")

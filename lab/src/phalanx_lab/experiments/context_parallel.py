@@ -1,6 +1,7 @@
 """Attention over a sequence that is sharded over ranks: keys and values travel round a
-ring, or heads are exchanged for tokens."""
+ring, heads are exchanged for tokens, or a state is passed on."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from phalanx.comm import Group, Work
 from phalanx.comm.regions import exchange, gather_sum
-from phalanx_lab.lab import Lab
+from phalanx_lab.lab import Lab, gathered
 from phalanx_lab.mlp import draw
 
 HEADS = 4
@@ -316,3 +317,150 @@ def ulysses(lab: Lab) -> None:
     lab.claim(
         "it sent (n-1)/n of its numbers eight times", lab.sent(), formula
     )
+
+
+def state_passing(lab: Lab) -> None:
+    """State passing: linear attention needs one matrix a head of all earlier tokens; it goes from rank
+    to rank, or every rank gathers how the others' tokens change it.
+
+    The gated delta rule (Yang et al. 2024) keeps a state S for each head. A token with key k, value v,
+    decay a and strength b makes of it S = a (I - b k k') S + b k v', and reads S' q. The state has the
+    same size after a hundred tokens and after a million.
+    """
+    n, rank, own = lab.n, lab.rank, lab.part("batch")
+    lab.size.part("width", 0, HEADS)  # refuses what does not divide
+    whole = [x.requires_grad_() for x in rule_inputs(lab)]
+    mine = [x[:, own].detach().contiguous().requires_grad_() for x in whole]
+    # (heads, features of a key, features of a value)
+    empty = torch.zeros(HEADS, *[lab.size.width // HEADS] * 2).double()
+
+    # The first way is a chain. A rank waits for the state at its first token, goes through its
+    # tokens, and sends the state at its end. So only one rank works at a time, unless there are
+    # several sequences, or work that needs no state.
+    lab.step("forward: the state comes from the rank before", keys=mine[1])
+    state = empty.clone()
+    if rank:
+        lab.group.receive(state, rank - 1)
+    state.requires_grad_()
+    with lab.doing("tokens"):
+        out, end = delta_rule(mine, state)
+    if rank < n - 1:
+        lab.group.send(end.detach(), rank + 1)
+    part = out.square().sum() / out.numel() / n
+    lab.after(out=out, state_at_the_end=end)
+
+    # Backward is the same chain from the last rank to the first, with the gradient of the state.
+    lab.step("backward: its gradient goes back", own_part_of_the_loss=part)
+    into_end = empty.clone()
+    if rank < n - 1:
+        lab.group.receive(into_end, rank + 1)
+    *gradients, into_state = torch.autograd.grad(
+        [part, end], [*mine, state], [torch.ones_like(part), into_end]
+    )
+    if rank:
+        lab.group.send(into_state, rank - 1)
+    lab.after(gradients=gradients)
+    plain, _ = delta_rule(whole, empty)
+    lab.claim("the output is that of its tokens", out, plain[:, own])
+    wanted = torch.autograd.grad(plain.square().mean(), whole)
+    names = "queries", "keys", "values", "decay", "strength"
+    for name, x, want in zip(names, gradients, wanted, strict=True):
+        lab.claim(f"gradient of {name}", x, want[:, own])
+    states = (rank < n - 1) + (rank > 0)
+    lab.claim("it sent a state", lab.sent(), states * empty.nbytes)
+
+    # The second way has no chain. What a rank's tokens do to any state is S -> M S + N, with M and
+    # N from its own tokens alone: N is what they make of an empty state, M what they make of the
+    # identity without values. All ranks find theirs at once and gather them, and each combines
+    # those before it. That is what phalanx does.
+    lab.step("all ranks gather M and N", keys=mine[1])
+    found = combined(lab, *change(mine, empty))
+    lab.after(state=found)
+    lab.claim("the state is the chain's", found, state)
+    compare_ways(lab, empty)
+
+
+def rule_inputs(lab: Lab) -> list[Tensor]:
+    """Queries, keys of length 1, and values (heads, tokens, features); decays and strengths."""
+    shape = HEADS, lab.size.batch, lab.size.width // HEADS
+    q, k, v = (draw(20 + i, *shape) for i in range(3))
+    k = k / k.norm(dim=-1, keepdim=True)
+    decay, strength = (draw(30 + i, *shape[:2]).sigmoid() for i in range(2))
+    return [q, k, v, decay, strength]
+
+
+def delta_rule(
+    inputs: Sequence[Tensor], state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The reads of all tokens (heads, tokens, features), and the state behind the last one."""
+    q, k, v, decay, strength = inputs
+    reads = []
+    for t in range(q.shape[1]):
+        key = k[:, t, :, None]  # (heads, features, 1)
+        a, b = decay[:, t, None, None], strength[:, t, None, None]
+        state = a * (state - b * key @ (key.mT @ state))
+        state = state + b * key @ v[:, t, None]
+        reads.append(q[:, t, None] @ state)
+    return torch.cat(reads, 1), state
+
+
+def change(inputs: Sequence[Tensor], empty: Tensor) -> tuple[Tensor, Tensor]:
+    """M and N: these tokens turn a state S into M S + N."""
+    q, k, v, decay, strength = (x.detach() for x in inputs)
+    _, adds = delta_rule((q, k, v, decay, strength), empty)
+    identity = torch.eye(empty.shape[-1]).to(empty).expand_as(empty)
+    nothing = torch.zeros_like(v)
+    _, moves = delta_rule((q, k, nothing, decay, strength), identity)
+    return moves, adds
+
+
+def combined(lab: Lab, moves: Tensor, adds: Tensor) -> Tensor:
+    """The state at this rank's first token, from M and N of the ranks before it."""
+    every = gathered(lab.group, torch.stack((moves, adds))[None])
+    state = torch.zeros_like(adds)
+    for move, add in every[: lab.rank]:
+        state = move @ state + add
+    return state
+
+
+def compare_ways(lab: Lab, state: Tensor) -> None:
+    """Measure the messages of a forward: the chain, the gather, and a ring of keys and values."""
+
+    def chain() -> None:
+        if lab.rank:
+            lab.group.receive(torch.empty_like(state), lab.rank - 1)
+        if lab.rank < lab.n - 1:
+            lab.group.send(state, lab.rank + 1)
+
+    def gather() -> None:
+        combined(lab, state, state)
+
+    ways = [
+        ("a state, rank to rank", "any", chain),
+        ("M and N, gathered", "any", gather),
+    ]
+    for tokens in (lab.size.batch // lab.n * x for x in (1, 8, 64)):
+        keys = draw(40, tokens, lab.size.width)
+
+        def ring(x: Tensor = keys) -> None:
+            for _ in range(lab.n - 1):
+                for work in pass_on(lab.group, x, x)[1]:
+                    work.wait()
+
+        ways.append(("keys and values, round a ring", str(tokens), ring))
+    rows = []
+    for title, tokens_of_rank, way in ways:
+        lab.step(
+            f"only messages: {title}, {tokens_of_rank} tokens", state=state
+        )
+        before, start = lab.sent(), time.perf_counter()
+        way()
+        own = torch.tensor([lab.sent() - before, time.perf_counter() - start])
+        lab.after(state=state)
+        # The rank that sends most, and the one that waits longest.
+        sent, seconds = lab.everyone(own.double()).amax(0).tolist()
+        rows.append(
+            (title, tokens_of_rank, f"{sent:,.0f}", f"{1e3 * seconds:.2f}")
+        )
+    header = "what travels", "tokens of a rank", "bytes sent", "ms"
+    lab.table("messages of a forward, without computation", header, rows)
