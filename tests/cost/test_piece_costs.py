@@ -297,9 +297,10 @@ def test_the_parts_of_blocks_with_experts_have_costs_of_their_own() -> None:
     assert len(apart) == 1 + 1 + 2 * 3 + 1
     first, second = apart[2:5], apart[5:8]
     assert [*map(id, first)] == [*map(id, second)]
-    # The matmuls of the parts are those of the block, and so the head's are its own.
-    parts = sum(products(part.forward) for part in first)
-    assert parts == products(whole[2].forward)
+    # Only the middle part has experts' weights: five of the nine on the first rank.
+    assert shape.experts == 9
+    experts = whole[2].experts * 5 / 9
+    assert [part.experts for part in first] == [0, experts, 0]
     assert products(apart[-1].forward) == products(whole[-1].forward)
 
 

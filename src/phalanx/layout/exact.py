@@ -208,7 +208,7 @@ def uncut_time(x: Layout, s: Shape) -> tuple[str, str] | None:
         "the mlp": s.kind == "mlp",
         "LoRA": s.lora_r,
         "sinks": s.sinks,
-        "the prediction of later tokens": s.predictors,
+        **s.extra_losses,
         "dropout with seq": s.dropout and x.seq,
     }
     for which, has_it in uncompared.items():
@@ -227,7 +227,7 @@ def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
         "the mlp": s.kind == "mlp",
         "qk_norm_wide": s.qk_norm_wide,
         "LoRA": s.lora_r,
-        "the prediction of later tokens": s.predictors,
+        **s.extra_losses,
     }
     for which, has_it in uncompared.items():
         if has_it:
