@@ -21,6 +21,7 @@ from .kernels import HALVES, attention
 from .noise import Dropout
 from .norm import RMSNorm, norm_of
 from .rope import rotate
+from .side_by_side import SideBySide
 from .sizes import DecoderSizes
 
 # Lines of the decoder's rule table: see `decoder.py`.
@@ -214,12 +215,15 @@ class HeadsAttention(nn.Module, ABC):
         torch.arange(self._heads, out=self.heads)
 
 
-class Attention(HeadsAttention):
+class Attention(SideBySide, HeadsAttention):
     """Grouped-query attention, with optional norms of q and k per head or "wide"."""
+
+    side_by_side = ("wq", "wk", "wv")
 
     def __init__(self, sizes: DecoderSizes, window: int = 0) -> None:
         super().__init__(sizes, sizes.head_dim, window)
         self.head_dim = sizes.head_dim
+        self.reads_elsewhere = self.wg is not None
         # Scale q, so that any core can divide by sqrt(head_dim) and need not know the
         # query scalar.
         scalar = sizes.query_scalar or sizes.head_dim
@@ -248,9 +252,9 @@ class Attention(HeadsAttention):
         self, x: Tensor, positions: Tensor, angles: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         per_head = (-1, self.head_dim)
-        # (B, T, heads * head_dim), (B, T, kv_heads * head_dim)
-        q, k = self.wq(x), self.wk(x)
-        v = self.wv(x).unflatten(-1, per_head)  # (B, T, kv_heads, head_dim)
+        # (B, T, heads * head_dim), (B, T, kv_heads * head_dim) twice
+        q, k, v = self.products(x)
+        v = v.unflatten(-1, per_head)  # (B, T, kv_heads, head_dim)
         # A wide norm comes before the heads are split, a norm per head after it.
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
             q, k = self.q_wide_norm(q), self.k_wide_norm(k)

@@ -27,6 +27,7 @@ from .ends import Embed, Head
 from .experts import ExpertMlps, Experts, Router, Sending, SharedGate, gated
 from .noise import Dropout, block_noise
 from .norm import norm_of
+from .side_by_side import SideBySide
 from .sizes import DecoderSizes
 
 # A name pattern and one dim name for each dim of the tensor; the first match counts.
@@ -61,8 +62,10 @@ head.output.weight : vocab embed
 """
 
 
-class Mlp(nn.Module):
+class Mlp(SideBySide):
     """down(act(gate(x)) * up(x)) when gated, else down(act(up(x))); gelu in its tanh form."""
+
+    side_by_side = ("gate", "up")
 
     def __init__(self, sizes: DecoderSizes, width: int) -> None:
         super().__init__()
@@ -81,8 +84,8 @@ class Mlp(nn.Module):
                 else F.gelu(wide, approximate="tanh")
             )
         else:
-            # (B, T, ffn)
-            wide = gated(self.gate(x), self.up(x), self.activation)
+            gate, up = self.products(x)  # (B, T, ffn)
+            wide = gated(gate, up, self.activation)
         y: Tensor = self.down(wide)  # (B, T, hidden)
         return y
 
@@ -134,6 +137,10 @@ class Block(NumberedPart):
         self.attn_post_norm = norm() if behind else None
         self.mlp_post_norm = norm() if behind else None
         self.attn, self.mlp = attn, mlp
+        # Without a norm, the residual connection reads the input too.
+        for part in (attn, mlp):
+            if isinstance(part, SideBySide):
+                part.only_reader = before and not part.reads_elsewhere
         # Dropout stands outside attn and mlp. So sums over ranks that complete their
         # outputs run first, and where the residual stream is sharded in time, its noise
         # is sharded with it.

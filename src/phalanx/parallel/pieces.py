@@ -35,6 +35,7 @@ from ..models.ends import LossHead
 from ..models.experts import TERMS, loss_router
 from ..models.function import FrequentFunction
 from ..models.loss import ChunkedLogits, CrossEntropy, ExtraLoss
+from ..models.side_by_side import SideBySide, has_hooks
 from .compile import CompiledModule, Factors
 from .data import Unit
 from .exact import ExactUnit
@@ -168,6 +169,24 @@ def _contribute(
         unit.contribute(name, gradient.mT, x)
 
 
+def _weight_gradient(
+    pending: list[_PendingGradient] | None,
+    unit: Unit,
+    name: str,
+    x: Tensor,
+    gradient: Tensor,
+    spec: MatmulSpec,
+) -> None:
+    """Add a product's weight gradient to that of its unit, or postpone it."""
+    if pending is None:
+        _contribute(unit, name, x, gradient, spec)
+        return
+    # Detached: with its graph, an input would lead back to the list, and neither would
+    # be freed.
+    factors = x.detach(), gradient.detach()
+    pending.append(_PendingGradient(unit, name, *factors, spec))
+
+
 class _Taken(NamedTuple):
     """The names that a piece takes from bundle and batch, and those passing it by."""
 
@@ -249,17 +268,54 @@ class _Product(FrequentFunction):
         if unit.frozen:  # only the input needs a gradient
             return into, bias, None, None
         (x,) = ctx.saved_tensors
-        if ctx.pending is None:
-            _contribute(unit, name, x, gradient, spec)
-        else:
-            # Detached: with its graph, an input would lead back to the list, and
-            # neither would be freed.
-            ctx.pending.append(
-                _PendingGradient(
-                    unit, name, x.detach(), gradient.detach(), spec
-                )
-            )
+        _weight_gradient(ctx.pending, unit, name, x, gradient, spec)
         return into, bias, None, None
+
+
+class _JointProduct(FrequentFunction):
+    """`_Product` of one input with several weights, as one node of autograd's graph.
+
+    The gradients of the input are added in the order in which separate nodes would run,
+    so the bits are the same if nothing else reads the input.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        factors: Sequence[_Factor],
+        pending: list[_PendingGradient] | None,
+        *biases: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.factors, ctx.pending = factors, pending
+        if not all(factor.unit.frozen for factor in factors):
+            ctx.save_for_backward(x)
+        return tuple(
+            [
+                multiply(x, factor.weight, bias, factor.spec)
+                for factor, bias in zip(factors, biases, strict=True)
+            ]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        biased = ctx.needs_input_grad[3:]
+        biases: list[Tensor | None] = [None] * len(biased)
+        saved = ctx.saved_tensors
+        into: Any = None
+        # The last call's node would run first.
+        for number in reversed(range(len(gradients))):
+            gradient = gradients[number]
+            weight, unit, name, spec = ctx.factors[number]
+            term = into_input(gradient, weight, spec)
+            into = term if into is None else into.add_(term)
+            if biased[number]:
+                biases[number] = gradient.flatten(0, -2).sum(0)
+            if unit.frozen:
+                continue
+            (x,) = saved
+            _weight_gradient(ctx.pending, unit, name, x, gradient, spec)
+        return into, None, None, *biases
 
 
 def _expert_product(x: Tensor, factor: _Factor, bias: Tensor | None) -> Tensor:
@@ -398,6 +454,7 @@ class Piece:
         # bits than they gain.
         narrow = set() if first or last else set(narrowable(module))
         chunked = self._chunked_output()
+        factors: dict[nn.Module, _Factor] = {}
         for child in module.modules():
             if isinstance(child, ExpertProducts):
                 self._install_experts(child)
@@ -430,7 +487,9 @@ class Piece:
                 else:
                     factor = _Factor(own.weight, unit, name, spec)
                     own.weight_product = self._product(factor)
+                    factors[own] = factor
 
+        self._join_products(factors)
         if time_parts:
             run_in_time(module, self.owners, time_parts)
 
@@ -513,6 +572,47 @@ class Piece:
             return multiply(x, weight, bias, spec)
 
         return product
+
+    def _join_products(self, factors: Mapping[nn.Module, _Factor]) -> None:
+        """Compute layers of one input in one node of the graph where all are plain.
+
+        `exact` exchanges the products of single layers, in parts of features or time.
+        """
+        plain = {
+            layer
+            for layer, factor in factors.items()
+            if type(layer) is _Linear
+            and factor.spec.matmul is None
+            and not isinstance(factor.unit, ExactUnit)
+        }
+        for child in self.module.modules():
+            if not isinstance(child, SideBySide):
+                continue
+            layers = [child._modules.get(each) for each in child.side_by_side]
+            found = [layer for layer in layers if layer in plain]
+            if not child.only_reader or len(found) < len(layers):
+                child.joint_product = None
+            else:
+                own = tuple(factors[layer] for layer in found)
+                joint = partial(self._joint_product, found, own)
+                child.joint_product = joint
+
+    def _joint_product(
+        self,
+        layers: Sequence[nn.Module],
+        factors: Sequence[_Factor],
+        x: Tensor,
+    ) -> Sequence[Tensor] | None:
+        """The outputs of layers on x, or None where they must be called separately."""
+        # As for a single product, and a hook sees the call of a single layer.
+        needed = x.requires_grad and torch.is_grad_enabled() and x.dim() > 1
+        if not needed or any(map(has_hooks, layers)):
+            return None
+        biases = [layer._parameters["bias"] for layer in layers]
+        found: Sequence[Tensor] = _JointProduct.call(
+            x, factors, self.pending, *biases
+        )
+        return found
 
     def forward(
         self,

@@ -115,6 +115,7 @@ NARROW = {
     "parallel/parts.py:_SpreadWeight.backward": "_to_copy",
     "parallel/parts.py:_linear": "addmm mm",
     "parallel/parts.py:add_in_tree": "add",
+    "parallel/pieces.py:_JointProduct.backward": "add_ sum",
     "parallel/pieces.py:_Product.backward": "sum",
     "parallel/tensor.py:CutRMSNorm.forward": "_to_copy",
     "parallel/tensor.py:RowLinear.forward": "add",
