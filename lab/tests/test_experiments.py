@@ -125,7 +125,7 @@ MISTAKES = {
         "out * (total - log_sum).exp()",
     ),
     "ulysses": ("out = masked(scores)", "out = scores"),
-    "state-passing": ("state = move @ state + add", "state = state + add"),
+    "state-passing": ("every[: lab.rank]", "every[: lab.rank + 1]"),
     "experts": ("x[order // CHOSEN]", "x[order % len(x)]"),
     "muon": ("owned = torch.stack([orthogonal(x) for x in owned])", "pass"),
     "model-sharding": (
