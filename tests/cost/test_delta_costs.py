@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from phalanx.cost.pieces import piece_costs
 from phalanx.layout import Layout
 from phalanx.layout.cases import SHAPES
+from phalanx.models.delta import chunk_terms
 from phalanx.parallel import build_model
 
 # Blocks of one delta layer and one attention, without experts.
@@ -59,3 +61,23 @@ def test_a_longer_sequence_costs_a_delta_layer_in_proportion() -> None:
     assert delta[1].flops == 2 * delta[0].flops
     attention = [costs[2].forward for costs in found]
     assert attention[1].flops > 2 * attention[0].flops
+
+
+def test_a_cut_at_the_gather_would_keep_thirty_times_a_blocks_input() -> None:
+    """The sizes of Qwen3-Next, with 8,192 tokens on a rank, in bfloat16."""
+    tokens, hidden, heads, dim = 8192, 2048, 32, 128
+    keys = torch.empty(
+        1, tokens, heads // 2, dim, dtype=torch.bfloat16, device="meta"
+    )
+    values = torch.empty(
+        1, tokens, heads, dim, dtype=torch.bfloat16, device="meta"
+    )
+    rates = torch.empty(1, tokens, heads, device="meta")
+    terms = chunk_terms(keys, keys, values, rates, rates, None, 64)
+    block_input = tokens * hidden * 2
+    crossing = sum(each.nbytes for each in terms)
+    assert crossing == 960 * 2**20
+    assert crossing == 30 * block_input
+    # M and N of one run: the message itself is small.
+    whole, added = terms.moves[:, :, :, 0], terms.adds[:, :, :, 0]
+    assert whole.nbytes + added.nbytes == 4 * 2**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from phalanx.cli import main
 from phalanx.comm import World, launch
 from phalanx.generate import Sampling
-from phalanx.layout import Layout
+from phalanx.layout import Layout, Shape
+from phalanx.parallel.model import decoder_of
 from phalanx.train.checkpoint_format import read_manifest
 from phalanx.train.checkpoint_load import TensorReader
 from phalanx.train.text import open_generator, open_shared_generator
@@ -117,6 +120,69 @@ def test_an_export_has_the_published_names_and_transformers_ignores_them(
         layout = Layout.parse(text)
         every = launch(written, 2, saved, layout, backend="threads")
         assert every == [tokens] * 2
+
+
+def test_a_module_of_transformers_computes_what_ours_does(
+    run: Path, tmp_path: Path
+) -> None:
+    """transformers' own class loads the exported norms and gives our logits.
+
+    It is given the state that ours takes: that of the last block, before its norm.
+    """
+    hub = tmp_path / "hub"
+    assert main(["checkpoint", "export", str(run), "--to", str(hub)]) == 0
+    whole: Any = AutoModelForCausalLM.from_pretrained(
+        hub, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
+    # transformers looks for modules in block 61, as in the published model.
+    whole._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\."]
+    # It raises if a weight of a module is missing.
+    theirs: Any = MtpModel.from_pretrained(whole).eval()
+    ours = weights_of(run, 2)
+    for module, layer in enumerate(theirs.layers):
+        named = {
+            "token_norm": layer.enorm,
+            "hidden_norm": layer.hnorm,
+            "proj": layer.eh_proj,
+        }
+        for name, own in named.items():
+            assert own.weight.equal(
+                ours[f"mtp.{module}.{name}.weight"].double()
+            )
+        last = ours[f"head.predicted.{module}.norm.weight"]
+        assert layer.post_norm.weight.equal(last.double())
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 256, (1, 13), generator=draw)
+    known, later = tokens[:, :-1], tokens[:, 1:]
+    positions = torch.arange(12).unsqueeze(0)
+    with torch.no_grad():
+        model = decoder_of(Shape.of(tomllib.loads(MODEL)["model"])).double()
+        # The modules share the embedding, which is stored once.
+        loaded = model.load_state_dict(
+            {n: x.double() for n, x in ours.items()}, strict=False
+        )
+        assert loaded.missing_keys == [
+            f"mtp.{module}.tokens.weight" for module in range(2)
+        ]
+        assert not loaded.unexpected_keys
+        x = model.embed(known, positions)
+        for block in model.layers[:2]:
+            x = block(x, positions=positions)
+        joined: Any = model.mtp[0](x, later.unsqueeze(-1))
+        y = model.layers[2](joined["x"], positions=positions)
+        head: Any = model.head
+        logits = head.output(head.predicted[0]["norm"](y))
+        mask = torch.full((12, 12), -torch.inf, dtype=x.dtype).triu(1)
+        found = theirs.layers[0](
+            whole.model.embed_tokens(later),
+            x,
+            position_embeddings=whole.model.rotary_emb(x, positions),
+            attention_mask=mask[None, None],
+            position_ids=positions,
+            past_key_values=None,
+        )
+        wanted = whole.lm_head(found)
+    assert (logits - wanted).abs().max() < 1e-6 * wanted.abs().max()
 
 
 def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
