@@ -6,7 +6,7 @@ The text is the help of Python, which ships with it (`pydoc_data.topics`). Model
 are those of nanoGPT's README for a CPU; a character is a byte. The plain script draws random
 windows, phalanx takes every window once per epoch. Prints the validation losses over the whole
 held-out part, the time of a step with both run in turns, and a sampled text; writes the curves as
-an SVG.
+an SVG. `--steps 0` only times.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 
 BATCH, TIME, VOCAB = 12, 64, 256
 EACH = 20  # steps that are timed together
+TIMED = 200  # steps of a round of timing
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LR, MIN_LR, BETAS, DECAY, CLIP = 1e-3, 1e-4, (0.9, 0.99), 0.1, 1.0
 
@@ -142,7 +144,8 @@ def validation(model: GPT, data: np.ndarray) -> float:
 
 
 def plain(data: Path, steps: int, every: int, seed: int) -> dict:
-    """Trains the model; returns its validation losses and the seconds of a step."""
+    """Trains the model; returns its validation losses, and the seconds and the processor
+    seconds of a step."""
     torch.manual_seed(seed)
     train = np.memmap(data / "train.tokens", dtype=np.uint8, mode="r")
     held = np.memmap(data / "validation.tokens", dtype=np.uint8, mode="r")
@@ -154,8 +157,8 @@ def plain(data: Path, steps: int, every: int, seed: int) -> dict:
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
-    curve, seconds = {}, []
-    begun = time.perf_counter()
+    curve, seconds, busy = {}, [], []
+    begun, used = time.perf_counter(), time.process_time()
     for step in range(steps):
         starts = torch.randint(len(train) - TIME, (BATCH,)).tolist()
         rows = windows(train, starts)
@@ -169,11 +172,12 @@ def plain(data: Path, steps: int, every: int, seed: int) -> dict:
         if (step + 1) % EACH == 0:
             loss.item()  # waits for a GPU
             seconds.append((time.perf_counter() - begun) / EACH)
-            begun = time.perf_counter()
+            busy.append((time.process_time() - used) / EACH)
+            begun, used = time.perf_counter(), time.process_time()
         if every and (step + 1) % every == 0:
             curve[step + 1] = validation(model, held)
             print(f"plain    step {step + 1}  validation {curve[step + 1]:.4f}")
-    return {"curve": curve, "seconds": seconds}
+    return {"curve": curve, "seconds": seconds, "busy": busy}
 
 
 # ---- the same by phalanx
@@ -216,6 +220,45 @@ def command(words: list[str]) -> str:
 # ---- both
 
 
+def timed(data: Path, out: Path, rounds: int) -> None:
+    """Trains both in turns; prints the times of a step and their ratios.
+
+    The processor time of a step of phalanx is that of all its processes: the difference of a long
+    run and a short one, which start alike. It depends less on other programs than the time does.
+    """
+    table = []
+    for turn in range(rounds):
+        theirs = plain(data, TIMED, 0, turn)
+        start = children()
+        phalanx(data, out, EACH, 0, turn)
+        short = children() - start
+        ours = phalanx(data, out, EACH + TIMED, 0, turn)
+        busy = (children() - start - 2 * short) / TIMED
+        each = {
+            "time": [statistics.median(run["seconds"][1:]) for run in (ours, theirs)],
+            "processor time": [busy, statistics.median(theirs["busy"][1:])],
+        }
+        table.append(each)
+        text = "; ".join(
+            f"{name} {1e3 * mine:.2f} and {1e3 * other:.2f} ms"
+            for name, (mine, other) in each.items()
+        )
+        print(f"round {turn}: phalanx and plain script: {text}", flush=True)
+    for name in table[0]:
+        ratios = sorted(row[name][0] / row[name][1] for row in table)
+        mean = statistics.median(ratios)
+        print(
+            f"{name} of a step on {DEVICE}, phalanx over plain, {rounds} rounds:"
+            f" median {mean:.3f}, range {ratios[0]:.3f} to {ratios[-1]:.3f}"
+        )
+
+
+def children() -> float:
+    """The processor seconds of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def prepared(out: Path) -> Path:
     """Writes Python's help topics as byte tokens, 10 % of the documents held out."""
     from pydoc_data.topics import topics
@@ -250,25 +293,19 @@ def main() -> None:
     torch.set_num_threads(1)
     data, every = prepared(args.out), args.steps // 4
     curves = {}
-    for seed in range(args.seeds):
+    for seed in range(args.seeds if args.steps else 0):
         mine = args.out / f"seed-{seed}"
         curves[f"plain script, seed {seed}"] = plain(data, args.steps, every, seed)
         curves[f"phalanx, seed {seed}"] = phalanx(data, mine, args.steps, every, seed)
     curves = {name: run["curve"] for name, run in curves.items()}
-    (args.out / "curves.svg").write_text(picture(curves), encoding="utf-8")
+    if curves:
+        (args.out / "curves.svg").write_text(picture(curves), encoding="utf-8")
     for name, curve in curves.items():
         print(f"{name}: validation loss {curve[args.steps]:.4f}")
-    ratios = []
-    for turn in range(args.rounds):
-        mine = args.out / f"timed-{turn}"
-        ours = phalanx(data, mine, 100, 0, turn)["seconds"][1:]
-        theirs = plain(data, 100, 0, turn)["seconds"][1:]
-        ratios.append(statistics.median(ours) / statistics.median(theirs))
-    if ratios:
-        text = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
-        print(
-            f"time of a step on {DEVICE}, phalanx over plain, {args.rounds} rounds: {text}"
-        )
+    if args.rounds:
+        timed(data, args.out / "timed", args.rounds)
+    if not args.steps:
+        return
     words = ["sample", str(args.out / "seed-0"), "--model", f"{Path(__file__)}:GPT"]
     print(command([*words, "--prompt", "The ", "--tokens", "60", "--seed", "1"]))
 

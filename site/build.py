@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
@@ -52,6 +53,9 @@ RUNTIME = (
 )
 # Packages that need neither torch nor numpy, and the parts of `cost` that pages use.
 PACKAGES = ("layout", "program", "draw", "plan", "cost", "api")
+INDEX = (
+    "\n## Documentation\n"  # the section of README that is the index of docs
+)
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'self' file: 'unsafe-inline' blob:"
     " 'wasm-unsafe-eval'; worker-src blob:; connect-src blob: data:;"
@@ -74,14 +78,22 @@ def main() -> None:
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
-    print("documents", flush=True)
+    begun = time.monotonic()
+
+    def stage(text: str) -> None:
+        print(f"{time.monotonic() - begun:4.0f} s  {text}", flush=True)
+
+    stage("documents")
     documents(out)
-    print("lecture: runs every experiment of the lab", flush=True)
+    stage("lecture: runs every experiment of the lab")
     lecture(out / "lab.html")
-    print("verification wall", flush=True)
+    stage("verification wall")
     verification_wall(out)
-    print("playground", flush=True)
-    playground(out, args.costs or formulas(out))
+    stage("cost formulas of the playground, if their sources have changed")
+    costs = args.costs or formulas(out)
+    stage("playground")
+    playground(out, costs)
+    stage("done")
     size = sum(
         path.stat().st_size for path in out.rglob("*") if path.is_file()
     )
@@ -101,7 +113,6 @@ def formulas(out: Path) -> Path:
     ).hexdigest()[:16]
     made = out.parent / f"costs-{digest}.json"
     if not made.exists():
-        print("costs of pieces: five minutes on two cores, once", flush=True)
         subprocess.run(
             [sys.executable, HERE / "formulas.py", made], check=True
         )
@@ -145,6 +156,7 @@ def _interactive(name: str, title: str, loaded: str) -> str:
         f"<style>\n{(HERE / 'playground.css').read_text()}</style>",
         navigation(),
         (HERE / f"{name}.html").read_text(),
+        origin("make site"),
         loaded,
         f"<script>\n{scripts}</script>",
     )
@@ -208,6 +220,7 @@ def navigation(up: str = "") -> Html:
     links = {
         "index.html": "phalanx", "playground.html": "playground", "docs/index.html": "documentation",
         "lab.html": "lecture", "exercises.html": "exercises", "wall.html": "verification wall",
+        "docs/audited.html": "audited trainers", "docs/scored.html": "planner's board",
     }  # fmt: skip
     items = [tag("a", name, href=f"{up}{to}") for to, name in links.items()]
     return tag(
@@ -215,6 +228,21 @@ def navigation(up: str = "") -> Html:
         *(part for item in items for part in (item, " ")),
         aria_label="Pages",
     )
+
+
+def origin(command: str, *files: Path) -> Html:
+    """Return a line with the commit, its date and the command that made a page.
+
+    The commit is the last one that has changed `files`; without files it is the
+    newest of all.
+    """
+    words = ["git", "log", "-1", "--format=%h of %cs", "--", *map(str, files)]
+    done = subprocess.run(
+        words, cwd=TREE, capture_output=True, text=True, check=False
+    )
+    commit = done.stdout.strip() or "unknown, outside a git clone"
+    text = f"Commit {commit}. Made by "
+    return tag("footer", tag("p", text, tag("code", command), "."))
 
 
 def documents(out: Path) -> None:
@@ -235,32 +263,44 @@ def documents(out: Path) -> None:
         out / "docs" / "pictures",
         dirs_exist_ok=True,
     )
-    listed = []
     for path, name in pages.items():
-        depth = "../" * name.count("/")
         text = path.read_text(encoding="utf-8")
-        title = re.match(r"# (.+)", text)
-        assert title, f"{path.name} has no title in its first line"
-        tokens = render.parse(text.removeprefix(title[0]))
-        _name_headings(tokens)
-        body = render.renderer.render(tokens, render.options, {})
-        body = _linked(body, path, pages).replace(
-            "<table>", '<div class="scroll"><table>'
-        )
-        body = body.replace("</table>", "</table></div>").replace(
-            "<th></th>", "<td></td>"
-        )
-        page = frame(title[1], _STYLE, navigation(depth), body)
-        (out / name).write_text(
-            page.replace("img-src data:", "img-src 'self' file: data:"),
-            encoding="utf-8",
-        )
-        listed.append((title[1], name))
-    rows = [
-        tag("li", tag("a", title, href=f"../{name}")) for title, name in listed
-    ]
-    index = frame("Documentation", _STYLE, navigation("../"), tag("ul", *rows))
-    (out / "docs" / "index.html").write_text(index, encoding="utf-8")
+        made = origin("make site", path)
+        page = _document(render, text, path, pages, name, made)
+        (out / name).write_text(page, encoding="utf-8")
+    readme = TREE / "README.md"
+    _, _, listed = readme.read_text(encoding="utf-8").partition(INDEX)
+    listed, _, _ = listed.partition("\n## ")
+    name = "docs/index.html"
+    made = origin("make site", readme)
+    text = f"# Documentation\n{listed}"
+    indexed = _document(render, text, readme, pages, name, made)
+    (out / name).write_text(indexed, encoding="utf-8")
+
+
+def _document(
+    render: MarkdownIt,
+    text: str,
+    path: Path,
+    pages: Mapping[Path, str],
+    name: str,
+    made: Html,
+) -> str:
+    """Return the page `name` of a Markdown text of the file `path`."""
+    title = re.match(r"# (.+)", text)
+    assert title, f"{path.name} has no title in its first line"
+    tokens = render.parse(text.removeprefix(title[0]))
+    _name_headings(tokens)
+    body = render.renderer.render(tokens, render.options, {})
+    body = _linked(body, path, pages, Path(name).parent)
+    # Columns are to the left, unless the text aligns them to the right.
+    body = body.replace("<table>", '<div class="scroll left wrap"><table>')
+    body = body.replace("</table>", "</table></div>").replace(
+        "<th></th>", "<td></td>"
+    )
+    up = "../" * name.count("/")
+    page = frame(title[1], _STYLE, navigation(up), body, made)
+    return page.replace("img-src data:", "img-src 'self' file: data:")
 
 
 def _name_headings(tokens: list[Token]) -> None:
@@ -277,10 +317,11 @@ def _name_headings(tokens: list[Token]) -> None:
             known[name] += 1
 
 
-def _linked(html: str, path: Path, pages: Mapping[Path, str]) -> str:
-    """Replace links to Markdown files by links to pages, and links to other files by
-    their names."""
-    here = Path(pages[path]).parent
+def _linked(
+    html: str, path: Path, pages: Mapping[Path, str], here: Path
+) -> str:
+    """Replace links to Markdown files by links to pages, seen from the folder `here`,
+    and links to other files by their names."""
 
     def link(match: re.Match[str]) -> str:
         to, hash_, anchor = match[1].partition("#")
@@ -301,10 +342,11 @@ def lecture(path: Path) -> None:
         [sys.executable, "-m", "phalanx", "lab", "all", "--width", "128", "--html", path],
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
+    made = origin("phalanx lab all --width 128 --html lab.html")
     page = path.read_text(encoding="utf-8")
+    page = page.replace("<h1>", f"{_STYLE}{navigation()}<h1>", 1)
     path.write_text(
-        page.replace("<h1>", f"{_STYLE}{navigation()}<h1>", 1),
-        encoding="utf-8",
+        page.replace("</main>", f"{made}</main>", 1), encoding="utf-8"
     )
 
 
@@ -314,7 +356,12 @@ def verification_wall(out: Path) -> None:
     today = datetime.now(UTC).date()
     parts = wall.page(json.loads(wall.FILE.read_text()), today)
     page = frame(
-        "Verification wall", _STYLE, navigation(), *parts, narrow=False
+        "Verification wall",
+        _STYLE,
+        navigation(),
+        *parts,
+        origin("python site/wall.py", wall.FILE),
+        narrow=False,
     )
     (out / "wall.html").write_text(page, encoding="utf-8")
 

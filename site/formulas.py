@@ -13,9 +13,10 @@ kept.
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from multiprocessing import Pool
 from pathlib import Path
@@ -30,6 +31,7 @@ from phalanx.cost.scales import Scales
 from phalanx.layout import Layout, Shape, piece_layout
 from phalanx.models import loss
 from phalanx.parallel import build_model
+from phalanx.parallel.kinds import signatures
 from phalanx.program import PieceCost
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -52,7 +54,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 CONTEXTS = ("cp2", "cp4", "cp8")  # for llamas only
 HELD_OUT, MOST = 8, 400
-EACH = 20  # cuts between two lines of progress
+EACH = 10  # jobs between two lines of progress
+# The sizes of `features`; those that each piece's costs depend on: embedding, block, head.
+SIZES = "bsuhfagqkvpdct"
+LETTERS = ("bsuhvp", "bsuhfagqkd", "bsuhvct")
+BLOCK = 1
 TEMPORARY = [each.name for each in fields(PieceCost)].index("temporary")
 
 
@@ -68,8 +74,8 @@ def cuts(family: str) -> Iterator[Layout]:
 
 def sample(
     facts: Mapping[str, Any], cut: Layout, rng: random.Random
-) -> tuple[Shape, Layout, int]:
-    """Return a random shape, cut and number of rows."""
+) -> tuple[Shape, Layout, list[int]]:
+    """Return a random shape, a cut, and two numbers of rows."""
     tp = rng.choice((2, 3, 4)) if cut.tp > 1 else 1
     if tp > 1:
         axes = tuple(
@@ -84,7 +90,7 @@ def sample(
         kv_heads=groups, head_dim=2 * rng.randint(4, 30), ffn=tp * rng.randint(20, 150),
         vocab=tp * rng.randint(30, 300), sequence=sequence, **facts,
     )  # fmt: skip
-    return shape, cut, rng.randint(1, 5)
+    return shape, cut, rng.sample(range(1, 6), 2)
 
 
 class Moments:
@@ -142,59 +148,132 @@ def filled(template: Any, values: Iterator[Any]) -> Any:
     return next(values) if template is None else template
 
 
-def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
-    """Return the formulas of the three pieces of a family under a cut."""
-    family, cut = job
+def table_of(
+    wanted: Sequence[tuple[str, Layout]], run: Callable[..., Any] = map
+) -> dict[str, Any]:
+    """Return the formulas of families under cuts, with the sizes of the loss's chunks.
+
+    Families share pieces: tied weights change no block, and recomputation inside a
+    block changes neither the embedding nor the head. A piece is costed once. `run` is
+    `map`, or that of a pool of processes.
+    """
+    signed = {
+        family: signatures(build_model(example(family)))
+        for family in dict.fromkeys(family for family, _ in wanted)
+    }
+    jobs: dict[tuple[str, Layout], list[int]] = {}
+    owners: dict[Any, tuple[str, Layout, int]] = {}
+    owner_of: dict[tuple[str, Layout, int], tuple[str, Layout, int]] = {}
+    for family, cut in wanted:
+        plain = replace(cut, recompute="none")
+        for n, signature in enumerate(signed[family]):
+            piece = (family, cut, n)
+            key = signature, cut if n == BLOCK else plain
+            owner_of[piece] = owners.setdefault(key, piece)
+            if owner_of[piece] == piece:
+                jobs.setdefault((family, cut), []).append(n)
+    forms = _forms(jobs, run)
+    table: dict[str, Any] = {"chunk": loss.LARGE_CHUNK, "tile": loss.LARGE}
+    for family, cut in wanted:
+        shape = example(family)
+        three = [forms[owner_of[family, cut, n]] for n in range(len(LETTERS))]
+        table.setdefault(structure(shape), {})[cut_key(shape, cut)] = three
+    return table
+
+
+def _forms(
+    jobs: Mapping[tuple[str, Layout], list[int]], run: Callable[..., Any]
+) -> dict[tuple[str, Layout, int], Any]:
+    """Run the jobs, with a line of progress now and then; return forms by piece."""
+    forms: dict[tuple[str, Layout, int], Any] = {}
+    # Jobs with a block take longest: first, so that all processes end together.
+    ordered = sorted(jobs.items(), key=lambda job: BLOCK not in job[1])
+    for done, (job, found) in enumerate(run(fitted, ordered), 1):
+        forms |= {(*job, n): form for n, form in found.items()}
+        if done % EACH == 0 or done == len(ordered):
+            print(f"  {done} of {len(ordered)} jobs", flush=True)
+    return forms
+
+
+def example(family: str) -> Shape:
+    """Return a small shape of a family, for what does not depend on sizes."""
+    return Shape(
+        "example", 1, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab=64,
+        sequence=32, **FAMILIES[family],
+    )  # fmt: skip
+
+
+def fitted(
+    job: tuple[tuple[str, Layout], list[int]],
+) -> tuple[tuple[str, Layout], dict[int, Any]]:
+    """Return the formulas of some pieces of a family under a cut."""
+    (family, cut), pieces = job
     facts, rng = FAMILIES[family], random.Random(f"{family} {cut}")
-    rows, numbers, temporaries = [], [[], [], []], [[], [], []]
-    templates: list[Any] = [None] * 3
-    # Half as many models again as factors, because some moments do not occur in all of
-    # them.
-    count = len(features(dict.fromkeys("bsuhfagqkvdpct", 1.0), seq=cut.seq))
-    for _ in range(3 * count // 2 + HELD_OUT):
-        shape, one, batch = sample(facts, cut, rng)
-        sizes = _chunk(shape, one, batch, rng)
+    used = {n: _used(LETTERS[n], seq=cut.seq) for n in pieces}
+    rows: list[list[float]] = []
+    numbers: dict[int, list[Any]] = {n: [] for n in pieces}
+    temporaries: dict[int, list[Any]] = {n: [] for n in pieces}
+    templates: dict[int, Any] = {}
+    # Half as many costings again as factors, because some moments do not occur in all
+    # of them.
+    costings = {n: 3 * used[n].size // 2 + HELD_OUT for n in pieces}
+    while len(rows) < max(costings.values()):
+        kinds = [n for n in pieces if len(rows) < costings[n]]
+        shape, one, batches = sample(facts, cut, rng)
+        sizes = _chunk(shape, one, min(batches), rng)
         with (
             Moments() as runs,
             mock.patch.dict(loss.CHUNK, meta=sizes["chunk"]),
             mock.patch.dict(loss.NUMBERS, meta=sizes["tile"]),
         ):
-            (costs,) = cost_kinds(
-                build_model(shape), one, (batch,), target="cuda"
+            costed = cost_kinds(
+                build_model(shape), one, batches, target="cuda", kinds=kinds
             )
-        assert len(costs) == len(runs) == 3
-        rows.append(
-            features(
-                local(shape, one, batch, shape.sequence, sizes), seq=cut.seq
-            )
-        )
-        for n, (cost, moments) in enumerate(zip(costs, runs, strict=True)):
-            out: list[float] = []
-            template = flat(replace(cost, temporary=0.0), out)
-            assert templates[n] in (None, template), (
-                "one cut, two orders of operations"
-            )
-            templates[n] = template
-            numbers[n].append(out)
-            part = cut.recompute == "selective" and n == 1
-            base = {
-                "weight_gradient": cost.kept_after_i,
-                "forward": cost.selected if part else cost.kept,
-            }
-            above = [now - base.get(on, cost.kept) for on, now in moments]
-            assert max(above) == cost.temporary, (family, str(cut), n)
-            temporaries[n].append(above)
-    forms = []
-    at = np.array(rows)
+        every = [cost for costs in costed for cost in costs]
+        assert len(every) == len(runs) == len(batches) * len(kinds)
+        ran = list(zip(every, runs, strict=True))
+        for number, batch in enumerate(batches):
+            x = local(shape, one, batch, shape.sequence, sizes)
+            rows.append(features(x, seq=cut.seq))
+            first = number * len(kinds)
+            for n, (cost, moments) in zip(kinds, ran[first:], strict=False):
+                out: list[float] = []
+                template = flat(replace(cost, temporary=0.0), out)
+                assert templates.setdefault(n, template) == template, (
+                    "one cut, two orders of operations"
+                )
+                numbers[n].append(out)
+                above = _above(cost, moments, cut.recompute, n)
+                assert max(above) == cost.temporary, (family, str(cut), n)
+                temporaries[n].append(above)
     many = np.array(list(_many(facts, cut, rng)))
-    for n in range(3):
-        formulas = iter(_solve(at, np.array(numbers[n])))
+    forms = {}
+    for n in pieces:
+        at = np.array(rows[: len(numbers[n])])
+        formulas = iter(_solve(at, np.array(numbers[n]), used[n]))
         row = filled(templates[n], formulas)
-        row[TEMPORARY] = {
-            "max": _highest(_solve(at, np.array(temporaries[n])), many)
-        }
-        forms.append(row)
-    return structure(shape), cut_key(shape, cut), forms
+        moments = _solve(at, np.array(temporaries[n]), used[n])
+        row[TEMPORARY] = {"max": _highest(moments, many)}
+        forms[n] = row
+    return (family, cut), forms
+
+
+def _above(
+    cost: PieceCost, moments: Sequence[tuple[str, float]], mode: str, n: int
+) -> list[float]:
+    """Return the live bytes of each moment above what the piece keeps there."""
+    part = mode == "selective" and n == BLOCK
+    base = {
+        "weight_gradient": cost.kept_after_i,
+        "forward": cost.selected if part else cost.kept,
+    }
+    return [now - base.get(on, cost.kept) for on, now in moments]
+
+
+def _used(letters: str, *, seq: bool) -> np.ndarray:
+    """Return the numbers of the features that consist of these sizes."""
+    sizes = {name: 1.0 if name in letters else math.nan for name in SIZES}
+    return np.flatnonzero(np.isfinite(features(sizes, seq=seq)))
 
 
 def _chunk(
@@ -207,9 +286,12 @@ def _chunk(
     return {"chunk": chunk * words, "tile": rng.randint(1, chunk) * words}
 
 
-def _solve(at: np.ndarray, wanted: np.ndarray) -> list[dict[str, Any]]:
-    """Return a formula for each column that is exact on held-out rows."""
-    fit = len(at) - HELD_OUT
+def _solve(
+    at: np.ndarray, wanted: np.ndarray, used: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return a formula for each column, of the used features, that is exact on held-out
+    rows."""
+    at, fit = at[:, used], len(at) - HELD_OUT
     scale = np.maximum(np.abs(at[:fit]).max(axis=0), 1.0)
     found, *_ = np.linalg.lstsq(at[:fit] / scale, wanted[:fit], rcond=1e-11)
     factors = found / scale[:, None]
@@ -217,7 +299,7 @@ def _solve(at: np.ndarray, wanted: np.ndarray) -> list[dict[str, Any]]:
     error = np.abs(at @ factors - wanted).max(axis=0)
     assert error.max() < 1e-3, f"no formula for {np.flatnonzero(error > 1e-3)}"
     return [
-        {"f": [[int(n), float(c[n])] for n in np.flatnonzero(c)]}
+        {"f": [[int(used[n]), float(c[n])] for n in np.flatnonzero(c)]}
         for c in factors.T
     ]
 
@@ -262,20 +344,12 @@ def _highest(
 
 def main() -> None:
     out, families = Path(sys.argv[1]), sys.argv[2:] or list(FAMILIES)
-    jobs = [(family, cut) for family in families for cut in cuts(family)]
-    table: dict[str, Any] = {
-        "chunk": loss.LARGE_CHUNK,
-        "tile": loss.LARGE,
-    }
+    wanted = [(family, cut) for family in families for cut in cuts(family)]
     with Pool(2) as pool:
-        made = pool.imap_unordered(fitted, jobs)
-        for number, (kind, cut, forms) in enumerate(made, 1):
-            table.setdefault(kind, {})[cut] = forms
-            if number % EACH == 0 or number == len(jobs):
-                print(f"  {number} of {len(jobs)} cuts", flush=True)
+        table = table_of(wanted, pool.imap_unordered)
     out.write_text(json.dumps(table, separators=(",", ":")))
     print(
-        f"{out}: {len(jobs)} cuts of {len(families)} families, {out.stat().st_size / 1e6:.1f} MB"
+        f"{out}: {len(wanted)} cuts of {len(families)} families, {out.stat().st_size / 1e6:.1f} MB"
     )
 
 

@@ -21,7 +21,6 @@ from phalanx.cost import cached_costs
 from phalanx.cost.pieces import cost_kinds
 from phalanx.layout import Layout, Shape, piece_layout
 from phalanx.layout.numbers import bytes_text, seconds_text
-from phalanx.models import loss
 from phalanx.parallel import build_model
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.link import cluster
@@ -34,11 +33,33 @@ CUT = piece_layout(Layout.parse("tp2 seq recompute:selective bf16"))
 @pytest.fixture(scope="module")
 def table() -> dict[str, Any]:
     """The formulas of two cuts: with neither tp nor recomputation, and with both."""
-    found: dict[str, Any] = {"chunk": loss.LARGE_CHUNK, "tile": loss.LARGE}
-    for cut in (piece_layout(Layout.parse("bf16")), CUT):
-        kind, name, forms = formulas.fitted(("llama", cut))
-        found.setdefault(kind, {})[name] = forms
-    return found
+    plain = piece_layout(Layout.parse("bf16"))
+    return formulas.table_of([("llama", plain), ("llama", CUT)])
+
+
+def test_pieces_that_families_share_are_costed_once() -> None:
+    plain = piece_layout(Layout.parse("bf16"))
+    part = piece_layout(Layout.parse("recompute:selective bf16"))
+    ran = list[Any]()
+
+    def run(fitted: Any, jobs: Any) -> Any:
+        ran.extend(jobs)
+        return [(job, dict.fromkeys(pieces, job)) for job, pieces in jobs]
+
+    both = [("qwen2", plain), ("qwen2, tied", plain), ("qwen2", part)]
+    found = formulas.table_of([("llama", plain), *both], run)
+    # qwen2 has other blocks than llama; tied weights are of the head alone, and
+    # recomputation of the block.
+    assert dict(ran) == {
+        ("llama", plain): [0, 1, 2],
+        ("qwen2", plain): [1],
+        ("qwen2, tied", plain): [2],
+        ("qwen2", part): [1],
+    }
+    tied = found[structure(formulas.example("qwen2, tied"))]
+    assert [*tied.values()] == [
+        [("llama", plain), ("qwen2", plain), ("qwen2, tied", plain)]
+    ]
 
 
 @pytest.mark.parametrize("tp, rows", [(2, 1), (8, 3)])

@@ -15,7 +15,6 @@ import pytest
 
 from browser import Tab, axe_source, barriers, browser, needs_chromium
 from phalanx.layout import Layout, piece_layout
-from phalanx.models import loss
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -36,19 +35,9 @@ def phalanx(*words: object, folder: Path) -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site with formulas of one cut, and beside it a drawn step and a run's report."""
     out = tmp_path_factory.mktemp("site")
-    kind, name, forms = formulas.fitted(
-        ("llama", piece_layout(Layout.parse("bf16")))
-    )
+    cut = piece_layout(Layout.parse("bf16"))
     costs = out / "costs.json"
-    costs.write_text(
-        json.dumps(
-            {
-                "chunk": loss.LARGE_CHUNK,
-                "tile": loss.LARGE,
-                kind: {name: forms},
-            }
-        )
-    )
+    costs.write_text(json.dumps(formulas.table_of([("llama", cut)])))
     build.documents(out)
     build.verification_wall(out)
     build.playground(out, costs)

@@ -9,7 +9,7 @@ along tp.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,11 +88,13 @@ def cost_kinds(
     sequence: int = 0,
     target: str = "cuda",
     found: Found | None = None,
+    kinds: Container[int] | None = None,
 ) -> list[tuple[PieceCost, ...]]:
     """One PieceCost for each kind of piece, for each number of rows.
 
     Pass the same `found` when costing many layouts of one model, at one sequence length
-    and for one target.
+    and for one target. With `kinds`, the other kinds are not costed; the model has no
+    experts then, as their pieces take what earlier pieces give.
     """
     if model.shape is None:
         raise LayoutError(
@@ -107,6 +109,7 @@ def cost_kinds(
     # Masters and gradient sums are in float32 or wider.
     wide = torch.promote_types(compute, torch.float32)
     found = Found() if found is None else found
+    assert kinds is None or not model.shape.experts
     blocks = range(1, len(few.pieces) - 1)
     # The last rank of a ring merges most; along tp all ranks are equal.
     world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
@@ -129,6 +132,8 @@ def cost_kinds(
             costs, comes = list[PieceCost](), dict[str, Like]()
             like = edge, compute
             for n in range(len(few.pieces)):
+                if kinds is not None and n not in kinds:
+                    continue
                 piece = held.pieces[n]
                 key = n, count, cut.experts_apart, felt_cut(piece, cut)
                 if key not in found.pieces:

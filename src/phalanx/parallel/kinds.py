@@ -16,14 +16,19 @@ from .model import Model
 def alike(model: Model) -> tuple[int, ...]:
     """The kind of each piece, numbered in the order in which kinds first occur."""
     kinds: dict[Any, int] = {}
-    names = {parameter: name for name, parameter in model.weights.items()}
-    every = (
-        _signature(model, number, names) for number in range(len(model.pieces))
-    )
     # setdefault numbers a new signature with the count of the ones before it.
     return tuple(
-        kinds.setdefault(signature, len(kinds)) for signature in every
+        kinds.setdefault(signature, len(kinds))
+        for signature in signatures(model)
     )
+
+
+def signatures(model: Model) -> list[tuple[Any, ...]]:
+    """A hashable value for each piece, equal for pieces with equal costs."""
+    names = {parameter: name for name, parameter in model.weights.items()}
+    return [
+        _signature(model, number, names) for number in range(len(model.pieces))
+    ]
 
 
 def _signature(
