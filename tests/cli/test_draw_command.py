@@ -186,6 +186,20 @@ def test_the_suffix_names_the_format(capsys: Capture, tmp_path: Path) -> None:
     Program.parse((tmp_path / "step.txt").read_text())
 
 
+@pytest.mark.parametrize(
+    "what", [["zb-h1", "--stages", "3"], ["mesh", "dp4 tp4"]], ids=" ".join
+)
+def test_a_picture_is_drawn_for_a_phone(
+    tmp_path: Path, what: list[str]
+) -> None:
+    place = tmp_path / "narrow.svg"
+    words = [*what, "--width", "400", "--out", str(place)]
+    assert main(["draw", *words]) == 0
+    root = xml.parse(place).getroot()
+    assert float(root.attrib["width"]) <= 400
+    assert "font: 11px" in place.read_text()
+
+
 def test_somebodys_own_schedule_is_drawn_from_its_file(
     capsys: Capture, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ as I and W together, R as much as F, and any other kind nothing.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from textwrap import fill
 from typing import Any
@@ -35,6 +35,7 @@ from ..draw import (
     mesh_svg,
     mesh_text,
     recorded_picture,
+    svg,
     text,
     text_table,
 )
@@ -91,7 +92,7 @@ def run(argv: list[str]) -> int:
     # A page and a trace also show memory over time.
     memory = bool(args.out) and args.out.endswith((".html", ".json"))
     picture = step.picture(args.repeat, memory=memory)
-    formats = {**FORMATS, ".txt": lambda _: str(step.program)}
+    formats = {**_formats(args.width), ".txt": lambda _: str(step.program)}
     if args.out:
         write(args.out, formats, picture)
     _show(
@@ -106,7 +107,7 @@ def _priced(args: argparse.Namespace, what: str | Run, terms: Any) -> int:
     picture = draw(what, args.model or "", **terms)
     assert isinstance(picture, Picture)
     if args.out:
-        write(args.out, FORMATS, picture)
+        write(args.out, _formats(args.width), picture)
     _show(args, picture, {"title": picture.title, **_times(picture.timeline)})
     return 0
 
@@ -188,8 +189,16 @@ def _parser() -> Parser:
 
 
 def _add_picture(parser: Parser, suffixes: Sequence[str], help: str) -> None:
-    parser.add("--width")
+    parser.add(
+        "--width",
+        help="width in columns, of an .svg in pixels; default what fits",
+    )
     parser.add_output("--out", *suffixes, help=help)
+
+
+def _formats(width: int | None) -> dict[str, Callable[[Picture], str]]:
+    """The formats of a file by suffix; an SVG has this width in pixels."""
+    return {**FORMATS, ".svg": lambda picture: svg(picture, width or 0)}
 
 
 def _show(
@@ -265,7 +274,7 @@ def _recorded(argv: list[str]) -> int:
     # The prediction has the median costs of this very step.
     picture = with_shown_ranks(recorded_picture(recorded), recorded.program)
     if args.out:
-        write(args.out, FORMATS, picture)
+        write(args.out, _formats(args.width), picture)
     both = {"predicted": _times(predicted), "measured": _times(measured)}
     _show(args, picture, {**both, "program": str(recorded.program)})
     return 0
@@ -304,7 +313,10 @@ def _mesh(argv: list[str]) -> int:
         )
     text = mesh_text(picture, width=screen(args.width)[0])
     if args.out:
-        save(args.out, mesh_svg(picture))
+        drawn = (
+            mesh_svg(picture, args.width) if args.width else mesh_svg(picture)
+        )
+        save(args.out, drawn)
         text = f"{picture.title}\nwrote {args.out}"
     groups = {
         axis: [list(g) for g in picture.mesh.groups([axis])]
