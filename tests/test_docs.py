@@ -38,6 +38,7 @@ NOT_RUN = {
     ("docs/add-a-technique.md", "--cover"): "minutes",
     ("docs/training.md", "# as rank 1 of 2"): "an example of ranks that were started wrongly",
     ("docs/planning.md", "machine.toml"): "measures for a minute; tests/plan/test_local.py plans on one",
+    ("docs/your-own-loop.md", "ten_modules.py"): "tests/train/test_ten_modules.py compares its table",
     ("docs/scored.md", ""): "minutes each; benchmarks/planner_score.py runs them",
     ("docs/shared-memory.md", "benchmarks/backends.py"): "measures for an hour",
     ("docs/collectives.md", ""): "measures for minutes",

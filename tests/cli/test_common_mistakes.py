@@ -490,9 +490,7 @@ def _run(*argv: str, **more: object) -> subprocess.CompletedProcess[str]:
     )  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
+TOLD_EARLY = [
         ["train", "missing.toml"], ["train", "layout=pp2 raises.py:mine:2"],
         ["train", "model=syntax.py:Net"], ["train", "out=good.toml/run"],
         ["train", "layout=recompute:fit"], ["train", "model=405b", "layout=dp2"],
@@ -515,25 +513,48 @@ def _run(*argv: str, **more: object) -> subprocess.CompletedProcess[str]:
         ["report", "afile"], ["report", "folder.svg"], ["demo", "--out", "afile/x"],
         ["draw", "mesh", "zz"], ["draw", "run", "empty.json"], ["draw", "recompute", "--layers", "0"],
         ["train", "data=pipe.txt"], ["train", "--backend", "zz"], ["zz"],
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_a_mistake_is_told_before_torch_is_loaded(
-    argv: list[str], folder: Path
-) -> None:
-    code = (
-        "import sys\nfrom phalanx.cli import main\ncode = main(sys.argv[1:])\n"
-        "print('torch' in sys.modules, code)"
-    )
+]  # fmt: skip
+# One process for all: where one of them loads torch, that one is reported.
+TOLD = """
+import contextlib, io, json, sys
+from phalanx.cli import main
+told = []
+for argv in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    before = "torch" in sys.modules
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    loaded = "torch" in sys.modules and not before
+    told.append([code, loaded, out.getvalue(), err.getvalue()])
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> dict[str, list[object]]:
+    """For each command: its exit code, whether it loads torch, and its output."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *argv],
+        [sys.executable, "-c", TOLD, json.dumps(TOLD_EARLY)],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=folder,
     )
-    assert done.stdout.split() == ["False", "2"]
-    _is_clean(done.stderr)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    commands = map(" ".join, TOLD_EARLY)
+    return dict(zip(commands, found, strict=True))
+
+
+@pytest.mark.parametrize("command", [*map(" ".join, TOLD_EARLY)])
+def test_a_mistake_is_told_before_torch_is_loaded(
+    command: str, told: dict[str, list[object]]
+) -> None:
+    code, loaded, out, err = told[command]
+    assert (code, loaded, out) == (2, False, "")
+    assert isinstance(err, str)
+    assert err
+    _is_clean(err)
 
 
 def test_torchrun_starts_the_package_as_a_module(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -342,9 +343,23 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("name", EVERY)
+def _of_families() -> Iterator[Any]:
+    """Each family with its layouts: all three in `make slow`, and two in turn before."""
+    short = [name for name in (*FAMILIES, *CODE) if name not in LONG]
+    for number, name in enumerate((*short, *LONG)):
+        left_out = number % len(LAYOUTS)
+        two = tuple(x for n, x in enumerate(LAYOUTS) if n != left_out)
+        slow = [pytest.mark.slow] * (name in LONG)
+        yield pytest.param(name, two, marks=slow, id=name)
+        third = LAYOUTS[left_out : left_out + 1]
+        yield pytest.param(
+            name, third, marks=pytest.mark.slow, id=f"{name}-third"
+        )
+
+
+@pytest.mark.parametrize(("name", "layouts"), [*_of_families()])
 def test_four_steps_in_three_layouts_are_those_of_transformers(
-    name: str, tmp_path: Path, corpus: Path
+    name: str, layouts: tuple[str, ...], tmp_path: Path, corpus: Path
 ) -> None:
     model = theirs(name)
     folder = saved(model, tmp_path / "hub")
@@ -354,7 +369,7 @@ def test_four_steps_in_three_layouts_are_those_of_transformers(
         "optimizer.eps=1e-3", "validation.batches=0",
     )  # fmt: skip
     wanted = None
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(layouts):
         if name in WHOLE:
             layout = layout.replace(" seq", "")
         run = Run.parse(

@@ -68,8 +68,21 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-@pytest.mark.parametrize("dtype", HALVES)
+# The default suite has each shape in one of the two dtypes.
+IN_ONE = {(name, HALVES[n % 2]) for n, name in enumerate(SHAPES)}
+REJECTED = [
+    pytest.param(
+        name,
+        dtype,
+        marks=[pytest.mark.slow]
+        * (name in LONG or (name, dtype) not in IN_ONE),
+    )
+    for name, dtype in product(SHAPES, HALVES)
+    if name != "ahead"
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), REJECTED)
 def test_a_gradient_that_is_zeroed_or_flipped_is_rejected_for_every_weight_and_step(
     name: str, dtype: str
 ) -> None:
@@ -131,13 +144,12 @@ def test_clean_layouts_that_cover_the_choices_keep_the_bounds(
 ) -> None:
     layouts = covered(name, 8)
     # Spread evenly, and every one in the precision's own word as a run would have it.
-    some = [
-        replace(x, precision="fp32") for x in layouts[:: len(layouts) // 30]
-    ][:30:2]
+    spread = layouts[:: len(layouts) // 8][:8]
+    some = [replace(x, precision="fp32") for x in spread]
     # In float16 the loss scale doubles after two steps.
     steps = 3 if dtype == "float16" else 2
     verdicts = list(verify(SHAPES[name], some, dtype=dtype, steps=steps))
-    assert len(verdicts) == 15
+    assert len(verdicts) == 8
     assert [v for v in verdicts if not v.passed] == []
 
 
@@ -219,14 +231,14 @@ def test_the_rows_of_each_microbatch_of_each_rank() -> None:
 @pytest.mark.parametrize("name", CHOSEN)
 def test_float32_keeps_the_bounds(name: str) -> None:
     verdicts = verify(
-        SHAPES[name], covered(name, 4)[:8], dtype="float32", steps=2
+        SHAPES[name], covered(name, 4)[:3], dtype="float32", steps=2
     )
     assert [v for v in verdicts if not v.passed] == []
 
 
 # ---- gradients added up in 16 bits, which shows where one microbatch is large
 
-ACCUMULATED = 512  # microbatches
+ACCUMULATED = 256  # microbatches
 DEEP = Shape("deep", kind="mlp", layers=3, hidden=16, batch=ACCUMULATED)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from covered import covered
+from covered import covered, shared_out
 from torch import Generator, Tensor
 
 from phalanx.cli.main import main
@@ -41,24 +41,32 @@ def failures(verdicts: object) -> list[str]:
 
 # of the others up to four: `make slow` has all layouts of eight
 RANKS = {"gqa": 8, "mlp": 8}
-# Parts of the subset, as they can run beside each other. The shapes of the second line differ from
-# `gqa` in what a block computes alone: the default suite has every layout with one of the four.
-COUNTS = {name: 4 if name == "gqa" else 2 for name in SHAPES} | dict.fromkeys(
-    ("qwen", "odd", "gemma", "olmo"), 4
-)
-COUNTS["ahead"] = 6
-DEFAULT = {"qwen": {0}, "odd": {1}, "gemma": {2}, "olmo": {3}, "experts": {0}}
-DEFAULT |= {"latent": set[int](), "sinks": set[int](), "delta": set[int]()}
-DEFAULT["ahead"] = {0}
+# Shapes that differ only in what a block computes, so the default suite compares each
+# layout with one of them. Five to seven ranks bring other sizes and no other choices.
+DENSE = ("gqa", "gpt", "qwen", "odd", "gemma", "olmo")
+SIZES = (1, 2, 3, 4, 8)
+# The subset of a shape has parts, which workers can run beside each other.
+COUNTS = dict.fromkeys(SHAPES, 4) | {"mlp": 2, "ahead": 6}
+DEFAULT = {("mlp", 0), ("experts", 0), ("ahead", 0)}
 CHOSEN = [
     pytest.param(
-        name,
-        part,
-        marks=[pytest.mark.slow] * (part not in DEFAULT.get(name, {part})),
+        name, part, marks=[pytest.mark.slow] * ((name, part) not in DEFAULT)
     )
     for name, parts in COUNTS.items()
     for part in range(parts)
 ]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_layouts_shared_out_among_shapes_agree_with_one_process(
+    name: str,
+) -> None:
+    """Every pair of choices is compared for one of the shapes."""
+    layouts = shared_out(DENSE, SIZES)[name]
+    assert len(layouts) > 8
+    # Threads whose results are NaN until they are waited for, so that a missing wait shows. Two steps
+    # show what an update leaves behind.
+    assert failures(verify(SHAPES[name], layouts, steps=2)) == []
 
 
 @pytest.mark.parametrize(("name", "part"), CHOSEN)
@@ -68,8 +76,6 @@ def test_layouts_that_cover_every_pair_of_choices_agree_with_one_process(
     layouts = covered(name, RANKS.get(name, 4))
     assert len(layouts) > 60
     some = layouts[part :: COUNTS[name]]
-    # Threads whose results are NaN until they are waited for, so that a missing wait shows. Two steps
-    # show what an update leaves behind.
     assert failures(verify(SHAPES[name], some, steps=2)) == []
 
 
@@ -113,12 +119,20 @@ TRAINED_IN_PART = """
 """
 
 
-@pytest.mark.parametrize("name", ["gqa", "gpt"])
-def test_adapters_and_frozen_weights_agree_with_one_process(name: str) -> None:
-    shape, layouts = (
-        SHAPES[name],
-        Layout.parse_many(" ".join(TRAINED_IN_PART.split())),
-    )
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("gqa", 0),
+        ("gpt", 1),
+        pytest.param("gqa", 1, marks=pytest.mark.slow),
+        pytest.param("gpt", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_and_frozen_weights_agree_with_one_process(
+    name: str, part: int
+) -> None:
+    shape = SHAPES[name]
+    layouts = Layout.parse_many(" ".join(TRAINED_IN_PART.split()))[part::2]
     adapted = replace(shape, lora_r=3)
     frozen = replace(shape, freeze=("embed", "layers.1"))
     make = partial(_with_frozen_weights, shape)
@@ -322,13 +336,13 @@ def test_a_forward_beside_a_backward_agrees_with_one_process() -> None:
     assert failures(verify(shape, Layout.parse_many(layouts), steps=1)) == []
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", one_in(4, range(4)))
 def test_packed_documents_agree_over_context_and_tensor_parallel_layouts(
     part: int,
 ) -> None:
     layouts = covering(every_layout(SHAPES["gqa"], 8, axes="dp cp tp"), 1)
-    some = [x for x in layouts if x.cp > 1][part:30:2]
-    assert len(some) > 12
+    some = [x for x in layouts if x.cp > 1][part:30:4]
+    assert len(some) > 6
     # One step, and the validation after it: what documents change is in each step alike.
     assert failures(verify(SHAPES["gqa"], some, packed=True, steps=1)) == []
 
@@ -373,7 +387,9 @@ OF_THE_SCALE = [
 ]
 
 
-@pytest.mark.parametrize("fault", OF_THE_SCALE, ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "fault", one_in(3, OF_THE_SCALE), ids=lambda f: f.name
+)
 def test_a_fault_of_the_loss_scale_is_none_in_bfloat16(fault: Fault) -> None:
     """Which has no loss scale: what is caught in float16 is the scale and nothing beside it."""
     assert not catch(fault, "bfloat16").caught

@@ -513,32 +513,36 @@ optimizer.step()
 def test_a_difference_in_float64_is_repeated_in_the_own_dtype(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The weights of one run are placed in a third record, which the repetition records first."""
     script = tmp_path / "train.py"
     script.write_text(OTHER_PATH)
-    for name in ("one", "float64", "always"):
-        program = ["--", sys.executable, str(script), name]
-        out = str(tmp_path / name)
-        words = ["run", "--out", out, "--one", "--float64", *program]
-        assert main(words) == 0
-    one, only, always = (
-        str(tmp_path / name) for name in ("one", "float64", "always")
+    placed, one, other = (
+        str(tmp_path / name) for name in ("placed", "one", "other")
     )
+
+    def record(out: str, name: str, *options: str) -> None:
+        program = ["--", sys.executable, str(script), name]
+        words = ["run", "--out", out, "--one", "--float64", *options]
+        assert main([*words, *program]) == 0
+
+    record(placed, "one", "--contents")
+    record(one, "one")
+    record(other, "float64", "--find-in", placed)
+    kept = json.loads(Path(other, "program.json").read_text())
+    assert kept["settings"]["find_in"] == "../placed"
     # Commands in records run only where asked for.
-    assert main(["compare", one, only]) == 1
+    assert main(["compare", one, other]) == 1
     assert "-own" not in str(sorted(tmp_path.iterdir()))
     capsys.readouterr()
-    assert main(["compare", one, only, "--repeat"]) == 0
+    assert main(["compare", one, other, "--repeat"]) == 0
     assert "Repeated in float32: equal" in capsys.readouterr().out
+    assert (tmp_path / "placed-own" / "complete").exists()
     # What was recorded in the own dtype before is not taken for a program that
-    # has changed since, nor is what was not finished.
-    again = tmp_path / "float64"
-    shutil.rmtree(again)
-    program = ["--", sys.executable, str(script), "always"]
-    words = ["run", "--out", str(again), "--one", "--float64", *program]
-    assert main(words) == 0
-    assert main(["compare", one, only, "--repeat"]) == 1
+    # has changed since.
+    shutil.rmtree(other)
+    record(other, "always")
     capsys.readouterr()
-    assert main(["compare", one, always, "--repeat"]) == 1
+    assert main(["compare", one, other, "--repeat"]) == 1
     told = capsys.readouterr().out
     assert "Repeated in float32:" in told
     assert told.count("= 2.0000 x reference") == 4
@@ -630,27 +634,3 @@ def test_a_difference_in_the_forward_of_the_first_of_two_optimizers_is_placed(
     assert verdict.where.module == "1"
     # Both calls: 2 times 3 rows of 4 features.
     assert sums_of(one.first)["1", False].shape == ({4}, 24)
-
-
-def test_shards_are_repeated_in_a_reference_that_is_not_compared(
-    tmp_path: Path,
-) -> None:
-    """The weights of two runs are placed in a third, which the repetition records first."""
-    script = tmp_path / "train.py"
-    script.write_text(OTHER_PATH)
-    placed = str(tmp_path / "placed")
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    options = {
-        placed: ["--contents"],
-        a: [],
-        b: ["--find-in", placed],
-    }
-    for out, words in options.items():
-        name = "float64" if out == b else "one"
-        command = ["--", sys.executable, str(script), name]
-        run = ["run", "--out", out, "--one", "--float64", *words]
-        assert main([*run, *command]) == 0
-    kept = json.loads(Path(b, "program.json").read_text())
-    assert kept["settings"]["find_in"] == "../placed"
-    assert main(["compare", a, b, "--repeat"]) == 0
-    assert (tmp_path / "placed-own" / "complete").exists()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -162,11 +163,15 @@ def _has_16_bits(result: Any) -> bool:
 def _own_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of a function of this package."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if _PACKAGE in file and not file.endswith(_BETWEEN):
+        if _is_own(frame.f_code.co_filename):
             break
         frame = frame.f_back
     return frame
+
+
+@cache  # asked for each frame below each operation
+def _is_own(file: str) -> bool:
+    return _PACKAGE in file and not file.endswith(_BETWEEN)
 
 
 def _breach(func: Any, frame: FrameType | None) -> str:
