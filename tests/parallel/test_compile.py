@@ -113,8 +113,10 @@ def test_recomputing_whole_pieces_needs_one_more_graph_of_each_without_gradients
     [
         "dp2 zero3 accum:2 offload:weights,activations",
         "tp2 seq recompute:selective",
-        "pp2 zb-h1:3 recompute:selective",
         "cp2 recompute:all",
+        pytest.param(
+            "pp2 zb-h1:3 recompute:selective", marks=pytest.mark.slow
+        ),
         pytest.param(
             "pp2 cp2 zb-v:3 recompute:selective", marks=pytest.mark.slow
         ),

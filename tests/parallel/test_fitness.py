@@ -434,11 +434,9 @@ def test_a_forward_set_on_a_linear_is_the_one_that_trains() -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_built_in_models_are_taken_in_every_layout(name: str) -> None:
+    model = build_model(replace(SHAPES[name], dropout=0.1))
     for layout in every_layout(SHAPES[name], 4, axes="dp cp tp"):
-        assert (
-            misfits(build_model(replace(SHAPES[name], dropout=0.1)), layout)
-            == ()
-        )
+        assert misfits(model, layout) == ()
 
 
 def test_a_class_that_only_has_another_name_is_taken() -> None:

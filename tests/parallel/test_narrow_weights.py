@@ -8,8 +8,9 @@ copy rounded for the next step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,17 +202,24 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("word", DTYPES)
-@pytest.mark.parametrize(
-    ("text", "lr"),
-    # 1e-5 is less than half of what tells neighbouring bfloat16 apart: float32 weights move all the same.
-    [
-        *((text, 1e-2) for text in CUTS),
-        ("", 1e-5),
-        ("dp3 zero1 accum:8", 1e-5),
-        ("dp2 zero2 accum:6", 1e-5),
-    ],
-)
+# 1e-5 is less than half of what tells neighbouring bfloat16 apart: float32 weights move all the same.
+CASES = [
+    *((text, 1e-2) for text in CUTS),
+    ("", 1e-5),
+    ("dp3 zero1 accum:8", 1e-5),
+    ("dp2 zero2 accum:6", 1e-5),
+]
+
+
+def _in_one_dtype() -> Iterator[Any]:
+    """Cases in both dtypes, of which each has one in the default suite."""
+    for number, (text, lr) in enumerate(CASES):
+        for place, word in enumerate(DTYPES):
+            slow = [pytest.mark.slow] * (number % len(DTYPES) != place)
+            yield pytest.param(text, lr, word, marks=slow)
+
+
+@pytest.mark.parametrize(("text", "lr", "word"), [*_in_one_dtype()])
 def test_narrow_steps_are_those_of_plain_torch_with_float32_weights_and_sums(
     text: str, word: str, lr: float
 ) -> None:

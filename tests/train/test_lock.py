@@ -357,7 +357,7 @@ def test_a_stop_file_of_an_earlier_run_is_removed_with_a_notice(
     "layout, number",
     [
         ("fp32", signal.SIGINT),
-        ("dp2", signal.SIGINT),
+        pytest.param("dp2", signal.SIGINT, marks=pytest.mark.slow),
         ("dp2", signal.SIGTERM),
         ("dp2", signal.SIGHUP),
         ("fp32", signal.SIGUSR1),

@@ -266,8 +266,15 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("shape, text", LAYOUTS)
-@pytest.mark.parametrize("agree", [False, True], ids=["free", "clipped"])
-@pytest.mark.parametrize("kinds", [FAST, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize(
+    ("agree", "kinds"),
+    [
+        pytest.param(False, FAST, id="free-fast"),
+        pytest.param(True, SLOW, id="clipped-slow"),
+        pytest.param(False, SLOW, id="free-slow", marks=pytest.mark.slow),
+        pytest.param(True, FAST, id="clipped-fast", marks=pytest.mark.slow),
+    ],
+)
 def test_every_operation_starts_and_ends_when_simulate_says(
     shape: str, text: str, agree: bool, kinds: dict[str, float]
 ) -> None:

