@@ -132,16 +132,16 @@ def test_gpt_oss_at_65536_tokens_is_priced_by_both_kinds_of_its_blocks() -> (
 
 
 # The shapes of Gemma 2 9B and Gemma 3 12B by their configurations, with fewer and narrower blocks: one
-# block without a window of two, and of six.
-GEMMAS: dict[str, tuple[dict[str, object], int]] = {
+# block without a window of two, and of six; and tokens of a sequence, as many as tell windows apart.
+GEMMAS: dict[str, tuple[dict[str, object], int, int]] = {
     "gemma2": ({
         "num_hidden_layers": 4, "sliding_window": 256, "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
-    }, 2),
+    }, 2, 8192),
     "gemma3_text": ({
         "num_hidden_layers": 12, "sliding_window": 256, "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-    }, 6),
+    }, 6, 16384),
 }  # fmt: skip
 _GEMMA = {
     "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -153,14 +153,14 @@ _GEMMA = {
 @pytest.mark.parametrize("kind", GEMMAS)
 def test_every_block_of_gemma_is_priced_by_its_own_window(kind: str) -> None:
     """By hand: with a part of the blocks without a window, that part of what all of them take longer."""
-    config, every = GEMMAS[kind]
+    config, every, sequence = GEMMAS[kind]
     shape = shape_of(_GEMMA | config | {"model_type": kind}, kind)
     windows = [shape.window(piece) for piece in range(1, 1 + shape.layers)]
     assert windows.count(0) == shape.layers // every
     text = Layout.parse("dp8 zero3 recompute:all bf16")
 
     def step(each: tuple[int, ...]) -> float:
-        asked = _asked(replace(shape, windows=each), "h100x8", 8, 8192)
+        asked = _asked(replace(shape, windows=each), "h100x8", 8, sequence)
         return judge(asked, [text])[0].step
 
     narrow, own, full = step((256,)), step(shape.windows), step((0,))
