@@ -497,80 +497,84 @@ def test_no_file_but_the_table_spells_a_schedule_a_dtype_or_a_backend() -> (
     )
 
 
-# Files of the package that name an optimizer and are not its own, with those of its own. A new file
-# asks the optimizer's row instead. The numbers only fall.
-OPTIMIZER_NAMED = {"muon": (7, 3), "soap": (3, 3)}
-
-
-@pytest.mark.parametrize("name", OPTIMIZER_NAMED)
-def test_optimizers_are_named_where_their_rows_are_entered(name: str) -> None:
-    own, others = list[str](), list[str]()
-    for path in sorted(SOURCE.rglob("*")):
-        if path.suffix not in (".py", ".toml", ".txt"):
-            continue
-        if name in path.read_text(encoding="utf-8").lower():
-            (own if path.stem == name else others).append(
-                str(path.relative_to(SOURCE))
-            )
-    assert (len(others), len(own)) == OPTIMIZER_NAMED[name], others
-
-
-# Layers of a block and pieces behind the last one: the words by which a file names them. The numbers are
-# those of other files and of their own, and only fall. The rows are in `layout/mixers.py` and the like.
-PIECE_NAMED = {
+# Techniques: the words by which a file names one, with the number of files that do so,
+# others and its own. A new file asks the technique's row instead. The numbers only fall.
+TECHNIQUES = {
+    "muon": (re.compile("muon", re.I), 3, 3),
+    "soap": (re.compile("soap", re.I), 3, 3),
+    # The keys of Hugging Face for the widths of latents are none.
+    "lora": (re.compile("(?<!kv[_-])(?<!q[_-])lora", re.I), 6, 4),
     "delta": (re.compile("(?<![a-z])delta|Delta"), 7, 5),
     "mtp": (re.compile("mtp", re.I), 8, 2),
 }
 
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
-def naming_files(name: str) -> tuple[set[str], set[str]]:
-    """The files of the package that name a kind of piece: others, and its own."""
-    pattern = PIECE_NAMED[name][0]
-    own, others = set[str](), set[str]()
-    for path in SOURCE.rglob("*"):
-        if path.suffix not in (".py", ".toml", ".txt"):
+
+def _code(path: Path) -> Iterator[tokenize.TokenInfo]:
+    """The tokens of a file, without comments, docstrings and layout."""
+    text = path.read_text(encoding="utf-8")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        docstring = token.type == tokenize.STRING and token.string.startswith(
+            '"""'
+        )
+        if token.type not in _LAYOUT and not docstring:
+            yield token
+
+
+def _naming(name: str) -> dict[str, str]:
+    """The files whose code names a technique: "new" if its own, else "changed"."""
+    words = TECHNIQUES[name][0]
+    found = {}
+    for path in sorted(SOURCE.rglob("*")):
+        if path.suffix == ".py":
+            named = any(words.search(token.string) for token in _code(path))
+        elif path.suffix == ".toml":
+            named = bool(words.search(path.read_text(encoding="utf-8")))
+        else:
             continue
-        if pattern.search(path.read_text(encoding="utf-8")):
-            place = str(path.relative_to(SOURCE))
-            (own if name in path.stem else others).add(place)
-    return others, own
+        if named:
+            own = name in path.stem
+            found[str(path.relative_to(SOURCE))] = "new" if own else "changed"
+    return found
 
 
-@pytest.mark.parametrize("name", PIECE_NAMED)
-def test_pieces_are_named_where_their_rows_are_entered(name: str) -> None:
-    others, own = naming_files(name)
-    assert (len(others), len(own)) == PIECE_NAMED[name][1:], sorted(others)
-    assert len(others) <= 8
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_techniques_are_named_where_their_rows_are_entered(name: str) -> None:
+    found = _naming(name)
+    others = [path for path, how in found.items() if how == "changed"]
+    counts = len(others), len(found) - len(others)
+    assert counts == TECHNIQUES[name][1:], others
 
 
-def test_the_page_on_a_technique_lists_every_file_of_a_mixer() -> None:
-    page = (ROOT / "docs" / "add-a-technique.md").read_text(encoding="utf-8")
-    listed = files_in_table(page.partition("## A mixer\n")[2])
-    others, own = naming_files("delta")
-    assert listed == dict.fromkeys(own, "new") | dict.fromkeys(
-        others, "changed"
+PAGE = ROOT / "docs" / "add-a-technique.md"
+
+
+@pytest.mark.parametrize(
+    "heading, name",
+    [("The files", "soap"), ("Adapters", "lora"), ("A mixer", "delta")],
+)
+def test_the_page_on_a_technique_lists_every_file_of_its_example(
+    heading: str, name: str
+) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    listed = re.findall(
+        r"^\| `src/phalanx/(\S+)` \| (new|changed) ", section, re.M
     )
+    assert dict(listed) == _naming(name)
+    assert [how for _, how in listed].count("changed") <= 8
 
 
-def files_in_table(text: str) -> dict[str, str]:
-    """The files in a page's table, each with "new" or "changed"."""
-    rows = re.findall(r"^\| `src/phalanx/(\S+)` \| (new|changed) ", text, re.M)
-    return dict(rows)
-
-
-def test_the_page_on_a_technique_lists_every_file_of_its_example() -> None:
-    whole = (ROOT / "docs" / "add-a-technique.md").read_text(encoding="utf-8")
-    page = whole.partition("## A mixer\n")[0]
-    listed = files_in_table(page)
-    naming = {
-        str(path.relative_to(SOURCE))
-        for path in SOURCE.rglob("*.py")
-        if "soap" in path.read_text(encoding="utf-8").lower()
-    }
-    assert listed.keys() == naming
-    changed = [name for name, how in listed.items() if how == "changed"]
-    assert {*changed} == {n for n in naming if Path(n).stem != "soap"}
-    assert len(changed) <= 8
+def test_the_row_on_the_page_is_that_of_the_code() -> None:
+    page = PAGE.read_text(encoding="utf-8")
     (quoted,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     row = SOURCE / "layout" / "soap.py"
     assert quoted in row.read_text(encoding="utf-8")
@@ -594,14 +598,6 @@ PACKAGES = sorted(
     for folder in (*SOURCE.iterdir(), *ROOT.glob("*/src/*_*"))
     if any(folder.glob("*.py"))
 )
-_LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 
 
 def _density(files: Iterable[Path]) -> float:
@@ -609,16 +605,9 @@ def _density(files: Iterable[Path]) -> float:
     tokens = lines = 0
     for path in files:
         rows: set[int] = set()
-        for token in tokenize.generate_tokens(
-            io.StringIO(path.read_text()).readline
-        ):
-            docstring = (
-                token.type == tokenize.STRING
-                and token.string.startswith('"""')
-            )
-            if token.type not in _LAYOUT and not docstring:
-                rows.add(token.start[0])
-                tokens += 1
+        for token in _code(path):
+            rows.add(token.start[0])
+            tokens += 1
         lines += len(rows)
     return tokens / lines
 

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 import phalanx
 from hub_models import adapter_name, in_float64, saved, theirs, widened
 from phalanx.cli import main
+from phalanx.layout.adapters import adapts
 from phalanx.layout.run import Run
 from phalanx.parallel import build_model
 from phalanx.parallel import start as drawn
-from phalanx.parallel.model import is_lora
 from phalanx.train.data.batches import Batches
 from phalanx.train.data.token_files import open_corpus
 from phalanx.train.rank import batches_of
@@ -213,7 +213,7 @@ def weights_at_start(start: Path) -> dict[str, Tensor]:
     """
     run = Run.load("", (f"model=hf:{start}/hub", *ADAPTERS))
     model = build_model(run.shape)
-    adapters = filter(is_lora, model.weights)
+    adapters = filter(adapts, model.weights)
     weights = {name: drawn(model, name, run.seed) for name in adapters}
     for name, weight in theirs("llama", vocab_size=256).named_parameters():
         weights[our_name(name)] = weight.detach()

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hub_models import VOCAB, adapter_name, saved, theirs, widened
 from phalanx.comm import launch
+from phalanx.layout.adapters import adapts
 from phalanx.layout.run import Run, RunError
 from phalanx.parallel import build_model, start
-from phalanx.parallel.model import is_lora
 from phalanx.train.checkpoint_exchange import (
     export_adapter,
     export_weights,
@@ -91,7 +91,7 @@ def their_steps(
     starts = {
         name: start(plain, name, run.seed)
         for name in plain.weights
-        if is_lora(name)
+        if adapts(name)
     }
     with widened():
         wide: Any = transformers.AutoModelForCausalLM.from_config(

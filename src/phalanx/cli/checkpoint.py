@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ..api.load import checkpoints_in
 from ..draw import text_table
+from ..layout.adapters import ADAPTER_NAMES
 from ..layout.choices import STORED
 from ..layout.families import FAMILIES
 from ..layout.hub import push
@@ -128,7 +129,7 @@ def _export(argv: list[str]) -> int:
     parser.add(
         "--adapter",
         action="store_true",
-        help="export only the LoRA adapter, for peft; default: merged",
+        help=f"export only the {ADAPTER_NAMES} adapter, for peft; default: merged",
     )
     what = "also upload the folder to the hub, as OWNER/NAME; private if it is new"
     parser.add("--push", default="", metavar="NAME", help=what)

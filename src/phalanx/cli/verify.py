@@ -51,6 +51,7 @@ from ..api.verify import (
 )
 from ..draw import WIDE
 from ..layout import Shape
+from ..layout.adapters import ADAPTERS
 from ..layout.cases import AXES
 from ..layout.choices import (
     BF16,
@@ -98,12 +99,13 @@ def _model(args: argparse.Namespace) -> tuple[Shape, Maker | None]:
             "--dropout is for built-in models; set the rate in your own."
         )
     shape, make = model_to_verify(args.model)
-    if args.lora and make is not None:
-        raise UsageError("--lora is for built-in models.")
-    if args.lora:  # in the name, as a log of verdicts is named by it
-        shape = replace(
-            shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}"
-        )
+    for row in ADAPTERS:
+        rank = getattr(args, row.key)
+        if rank and make is not None:
+            raise UsageError(f"--{row.key} is for built-in models.")
+        if rank:  # in the name, as a log of verdicts is named by it
+            name = f"{shape.name}-{row.key}{rank}"
+            shape = replace(row.with_rank(shape, rank), name=name)
     return shape, make
 
 
@@ -253,13 +255,9 @@ def _parser() -> Parser:
         metavar="Z",
         help="z-loss, added to each token's loss",
     )
-    add(
-        "--lora",
-        type=whole(),
-        default=0,
-        metavar="R",
-        help="train only LoRA adapters of this rank",
-    )
+    for row in ADAPTERS:
+        only = f"train only {row.name} adapters of this rank"
+        add(f"--{row.key}", type=whole(), default=0, metavar="R", help=only)
     add(
         "--dropout",
         type=rate,
@@ -307,7 +305,7 @@ def _parser() -> Parser:
 _OF_LAYOUTS = (
     "exact",
     "model", "ranks", "axes", "layouts", "cover", "backend", "steps", "dtype", "optimizer", "z_loss",
-    "lora", "dropout", "packed", "seed", "memory", "part", "out", "log", "record",
+    *(row.key for row in ADAPTERS), "dropout", "packed", "seed", "memory", "part", "out", "log", "record",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .adapters import ADAPTERS
 from .choices import BF16, FP16, FP32
 
 if TYPE_CHECKING:
@@ -199,6 +200,10 @@ def split_heads(x: Layout, s: Shape) -> tuple[str, str] | None:
     return what, f"Use a ring: cp{x.cp}."
 
 
+def _adapted(s: Shape) -> dict[str, int]:
+    return {row.name: row.rank_of(s) for row in ADAPTERS}
+
+
 def uncut_time(x: Layout, s: Shape) -> tuple[str, str] | None:
     """Explain why a model cannot run on parts of the sequence, with a way out."""
     if x.time_parts == 1:
@@ -206,7 +211,7 @@ def uncut_time(x: Layout, s: Shape) -> tuple[str, str] | None:
     uncompared = {
         "experts": s.experts,
         "the mlp": s.kind == "mlp",
-        "LoRA": s.lora_r,
+        **_adapted(s),
         "sinks": s.sinks,
         **s.extra_losses,
         "dropout with seq": s.dropout and x.seq,
@@ -226,7 +231,7 @@ def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
     uncompared = {
         "the mlp": s.kind == "mlp",
         "qk_norm_wide": s.qk_norm_wide,
-        "LoRA": s.lora_r,
+        **_adapted(s),
         **s.extra_losses,
     }
     for which, has_it in uncompared.items():

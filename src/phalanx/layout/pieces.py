@@ -19,17 +19,17 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from .adapters import adapts
 from .kinds import BlockPart, block_kind, parts_of_pieces
 from .layout import Layout
 from .mixers import MIXER_LINEARS
-from .rules import AXIS_OF, FEATURES, LATENT, LORA, PARTIAL, Cut
+from .rules import ADAPTER, FEATURES, LATENT, PARTIAL, Cut
 from .stages import stage_blocks
 
 if TYPE_CHECKING:
     from .shape import Shape
 
-_NORMS_AND_BIASES = frozenset({"head", LATENT, LORA})
-_ADAPTER = ".lora."  # in the name of a low-rank adapter's factor
+_NORMS_AND_BIASES = frozenset({"head", LATENT, ADAPTER})
 _TOKENS = "tokens"  # the embedding, which is also the output if they are tied
 
 
@@ -75,8 +75,8 @@ class WeightRow:
 
     @property
     def adapts(self) -> bool:
-        """True for a factor of a low-rank adapter."""
-        return _ADAPTER in self.name
+        """True for a weight of an adapter."""
+        return adapts(self.name)
 
     def cuts(self, layout: Layout, rank: int = 0) -> tuple[Cut, ...]:
         """The part of each dim that a rank of tp holds."""
@@ -398,9 +398,9 @@ def _product(weight: WeightRow, shape: Shape) -> Iterator[LinearProduct]:
 
 
 def linear_name(weight: WeightRow) -> str:
-    """The name of a weight's linear layer, as in a shape's `lora_targets`."""
+    """The name of a weight's linear layer, as in the targets of adapters."""
     if weight.adapts:
-        return LORA
+        return ADAPTER
     path = weight.name.removesuffix(".weight")
     # A tied output multiplies by the embedding's weight.
     return "output" if path == _TOKENS else path.rpartition(".")[2]
@@ -561,11 +561,12 @@ def _part_of(name: str) -> BlockPart:
 def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
     """The weights of a shape's piece. A tied output weight is the embedding's."""
     counts = {} if shape.kind == "mlp" else shape.unit_counts
+    adapted = shape.adapter is not None
     frozen = piece in shape.frozen
 
     def complete(weight: WeightRow) -> WeightRow:
-        # LoRA trains its factors and nothing else.
-        trained = weight.adapts if shape.lora_r else not frozen
+        # Adapters are trained, and nothing else.
+        trained = weight.adapts if adapted else not frozen
         granule = granules(weight.dims, weight.shape, counts)
         matrices = _matrices(weight.dims, weight.shape)
         # A matrix between features, outside the routed experts.
@@ -741,20 +742,15 @@ def block_linears(shape: Shape) -> dict[str, WeightRow]:
 
 
 def _adapter(shape: Shape, weight: WeightRow) -> Iterator[WeightRow]:
-    """The low-rank factors beside a linear's weight, if the shape gives it any."""
-    if len(weight.dims) != 2 or linear_name(weight) not in shape.adapters:
+    """The weights of the adapter beside a linear's weight, if the shape gives it one."""
+    row = shape.adapter
+    if row is None or len(weight.dims) != 2:
+        return
+    if linear_name(weight) not in shape.adapters:
         return
     path = weight.name.removesuffix(".weight")
-    # Factors a: (r, into), and b: (out, r).
-    (out_dim, into_dim), (out, into) = weight.dims, weight.shape
-    # Beside a sharded weight, the whole factor did different work on each rank of tp.
-    rank_dim = LORA if {out_dim, into_dim} & AXIS_OF.keys() else "-"
-    yield _weight(
-        f"{path}{_ADAPTER}a.weight",
-        f"{rank_dim} {into_dim}",
-        shape.lora_r,
-        into,
-    )
-    yield _weight(
-        f"{path}{_ADAPTER}b.weight", f"{out_dim} {rank_dim}", out, shape.lora_r
-    )
+    rank = row.rank_of(shape)
+    for each in row.weights:
+        lengths = each.lengths(weight.shape, rank)
+        dims = each.dims(weight.dims)
+        yield _weight(f"{path}{row.mark}{each.name}", dims, *lengths)

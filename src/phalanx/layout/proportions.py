@@ -7,9 +7,11 @@ layers, vocabulary and mesh axes shrink.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from math import ceil
+from typing import Any
 
+from .adapters import ADAPTERS, AdapterSizes
 from .layout import Layout
 from .mesh import Axis, Mesh
 from .mixers import shrunk_sizes
@@ -23,9 +25,7 @@ _OF_THE_RUN = (
     "name",
     "source",
     "freeze",
-    "lora_r",
-    "lora_alpha",
-    "lora_targets",
+    *(each.name for each in fields(AdapterSizes)),
 )
 
 
@@ -58,7 +58,7 @@ def small_shape(shape: Shape) -> Shape:
         ),
         "dense_layers": min(shape.dense_layers, 1),
         "freeze": _frozen(shape, layers),
-        "lora_r": min(shape.lora_r, 4),
+        **{x.rank: min(x.rank_of(shape), x.small_rank) for x in ADAPTERS},
         "source": "",
     }
     if shape.rope_dim:
@@ -133,6 +133,16 @@ def _own_model(own: str) -> str | dict[str, str]:
     return {CLASS: own} if own.startswith(HUB) else own
 
 
+def _small_adapters(run: Run, small: Shape) -> dict[str, Any]:
+    """The run's tables about adapters, with the ranks of the small model."""
+    tables = {}
+    for row in ADAPTERS:
+        key = row.keys[row.rank].removeprefix(f"{row.key}.")
+        rank = {key: row.rank_of(small)}
+        tables[row.key] = replace(getattr(run, row.key), **rank)
+    return tables
+
+
 def small_run(
     run: Run,
     shape: Shape,
@@ -179,7 +189,7 @@ def small_run(
         steps=STEPS,
         freeze=run.freeze if run.own else " ".join(small.freeze),
         out=out,
-        lora=replace(run.lora, r=small.lora_r),
+        **_small_adapters(run, small),
         optimizer=replace(o, warmup_steps=warmup, decay_steps=decay),
         checkpoint=Checkpoints(every=0, at_end=False),
         # Restarts and copies in memory do not change the numbers.

@@ -20,9 +20,9 @@ from .mesh import LayoutError
 AXIS_OF: dict[str, str] = dict.fromkeys(
     ("vocab", "heads", "kv", "groups", "ffn"), "tp"
 ) | {"experts": "ep"}
-# The rank dim of a low-rank adapter beside a sharded weight: whole, but ranks did
+# The rank dim of an adapter beside a sharded weight: whole, but ranks did
 # different work with it.
-LORA = "lora"
+ADAPTER = "adapter"
 # The vectors from which latent attention expands heads: whole, but ranks of tp expanded
 # other heads.
 LATENT = "latent"
@@ -36,7 +36,7 @@ FEATURES = ("embed", "heads", "kv", "groups", "ffn", LATENT, "features")
 DIMS = (
     "head",
     "position",
-    LORA,
+    ADAPTER,
     PARTIAL,
     "-",
     *dict.fromkeys((*FEATURES, *AXIS_OF)),

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .adapters import ADAPTERS, AdapterTables
 from .choices import PRECISIONS, PYTHON, elsewhere
 from .codec import FileError, Mistake, Reader, changed_repr, dump, key, text_of
 from .families import code_of
@@ -217,26 +218,8 @@ class PreferenceChoice:
 
 
 @dataclass(frozen=True)
-class LoraChoice:
-    """Low-rank adapters in the linears of the blocks; all other weights are frozen."""
-
-    r: int = key(
-        0,
-        "rank of the adapters; 0: no adapters, all weights are trained",
-        maximum=1 << 16,
-    )
-    alpha: float = key(
-        8.0, "the adapter's output is multiplied by alpha / r", above=0
-    )
-    targets: tuple[str, ...] = key(
-        ("all-linear",),
-        "wq, wk, wv, wo, gate, up, down, or peft's names such as q_proj",
-    )
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run. `shape` and `layout_of` resolve the names in it."""
+class RunKeys:
+    """The keys and tables of a run file that belong to no adapter."""
 
     model: str | dict[str, Any] = key(
         "tiny",
@@ -333,9 +316,6 @@ class Run:
         "before a model of your own makes its first step in a layout, compare a step"
         " of a cut-down copy with one process, once",
     )
-    lora: LoraChoice = key(
-        LoraChoice(), "LoRA: adapters are trained, and nothing else"
-    )
     dpo: PreferenceChoice = key(
         PreferenceChoice(), "the loss of pairs of answers"
     )
@@ -364,6 +344,12 @@ class Run:
         Hangs(),
         "when a run is taken to hang, and which ranks are reported as slow",
     )
+
+
+# The fields of the last class come first.
+@dataclass(frozen=True)
+class Run(AdapterTables, RunKeys):
+    """One training run. `shape` and `layout_of` resolve the names in it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.model, type):  # Run(model=GPT)
@@ -486,19 +472,10 @@ class Run:
             sized = replace(
                 sized, freeze=tuple(re.split("[, ]+", self.freeze.strip()))
             )
-        if not self.lora.r:
-            return sized
-        targets = tuple(
-            _PEFT.get(name, name)
-            for name in self.lora.targets
-            if name != ALL_LINEAR
-        )
-        return replace(
-            sized,
-            lora_r=self.lora.r,
-            lora_alpha=self.lora.alpha,
-            lora_targets=targets,
-        )
+        sizes = dict[str, Any]()
+        for row in ADAPTERS:
+            sizes |= row.sizes(getattr(self, row.key))
+        return replace(sized, **sizes) if sizes else sized
 
     def layout_of(self, shape: Shape | None = None) -> Layout | None:
         """The layout including `precision` and `microbatch`, or None for `auto`.
@@ -610,10 +587,6 @@ def _weighted(item: str) -> tuple[str, Fraction]:
 
 
 Adopt = Callable[[Run], Run]
-ALL_LINEAR = "all-linear"  # as peft writes it
-# "q_proj" -> "wq": the names that peft uses for Llama's linears.
-_PEFT = {f"{name}_proj": f"w{name}" for name in "qkvo"}
-_PEFT |= {f"{name}_proj": name for name in ("gate", "up", "down")}
 
 
 def run_file(name: str) -> Run | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .adapters import ADAPTERS
 from .choices import BYTES, PYTHON, elsewhere
 from .codec import FileError, Mistake, Reader
 from .files import unmakable
@@ -26,11 +27,9 @@ if TYPE_CHECKING:
     from .run import Run
 
 # Keys of a shape that belong to the run, not to the model.
-_TRAINED = {
-    "freeze": "freeze",
-    "lora_r": "lora.r",
-    "lora_targets": "lora.targets",
-}
+_TRAINED = {"freeze": "freeze"}
+for _row in ADAPTERS:
+    _TRAINED |= _row.keys
 
 
 def mistakes_of(run: Run) -> Iterator[Mistake]:
@@ -43,21 +42,18 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
             "weights", what, "Leave it out, or write a shape's name, as 8b"
         )
     # Built-in decoders alone have these: a user's class has its own way.
-    for place, value in (
-        (
-            ("lora.r", run.lora.r),
-            ("freeze", run.freeze),
-        )
-        if run.own
-        else ()
-    ):
-        if value:
+    if run.own:
+        chosen = [
+            row.keys[row.rank]
+            for row in ADAPTERS
+            if row.sizes(getattr(run, row.key))
+        ]
+        for place in chosen + ["freeze"] * bool(run.freeze):
             what = f"{place} with model = {run.own!r}, no built-in decoder"
-            yield Mistake(
-                place,
-                what,
-                "Leave it out; your own class may use requires_grad_(False)",
+            way_out = (
+                "Leave it out; your own class may use requires_grad_(False)"
             )
+            yield Mistake(place, what, way_out)
     if run.dropout and run.own:
         what = f"dropout with model = {run.own!r}, no built-in decoder"
         yield Mistake(

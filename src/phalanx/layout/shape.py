@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .adapter_row import AdapterRow
+from .adapters import ADAPTERS, AdapterSizes
 from .choices import elsewhere, no_such
 from .codec import (
     FileError,
@@ -59,7 +61,7 @@ class ShapeError(FileError, LayoutError):
 
 
 @dataclass(frozen=True)
-class Shape(MtpKeys, MixerKeys):
+class Shape(AdapterSizes, MtpKeys, MixerKeys):
     """The sizes of a decoder, or of the MLP (name, layers, hidden and batch)."""
 
     # The upper limits are ten times those of any trained model, and still quick to
@@ -216,15 +218,6 @@ class Shape(MtpKeys, MixerKeys):
     # The weights that are trained.
     freeze: tuple[str, ...] = key(
         (), "pieces that are not trained: embed, head, layers.0-3"
-    )
-    lora_r: int = key(
-        0, "rank of LoRA in the blocks, all else frozen; 0: none"
-    )
-    lora_alpha: float = key(
-        8.0, "LoRA's output is multiplied by alpha / r", above=0
-    )
-    lora_targets: tuple[str, ...] = key(
-        (), "linears with LoRA; empty: all of a block"
     )
     source: str = ""
 
@@ -396,29 +389,27 @@ class Shape(MtpKeys, MixerKeys):
             )
         # The linears that this shape's blocks have.
         linears = block_linears(self)
-        for name in self.lora_targets:
-            if name not in linears:
-                what = f"lora_targets names {name[:40]!r}"
-                yield Mistake(
-                    "lora_targets", what, f"Linears are {', '.join(linears)}"
-                )
-        if self.lora_r and self.freeze:
-            what = "freeze beside LoRA, which trains its own factors and nothing else"
+        for row in ADAPTERS:
+            for name in row.targets_of(self):
+                if name not in linears:
+                    what = f"{row.targets} names {name[:40]!r}"
+                    way_out = f"Linears are {', '.join(linears)}"
+                    yield Mistake(row.targets, what, way_out)
+        adapter = self.adapter
+        if adapter and self.freeze:
+            what = f"freeze beside {adapter.name}, which trains its own weights and nothing else"
             yield Mistake("freeze", what, "Leave it out")
-        if self.lora_r and self.kind != "decoder":
-            yield Mistake(
-                "lora_r",
-                "LoRA in a model that is not a decoder",
-                "Leave it out",
-            )
-        elif not self.lora_r and len(self.frozen) == self.pieces:
+        if adapter and self.kind != "decoder":
+            what = f"{adapter.name} in a model that is not a decoder"
+            yield Mistake(adapter.rank, what, "Leave it out")
+        elif not adapter and len(self.frozen) == self.pieces:
             yield Mistake("freeze", "every piece is frozen", "Leave one out")
 
     @cached_property
     def frozen(self) -> tuple[int, ...]:
         """The pieces without trained weights."""
-        if self.lora_r:
-            # LoRA: blocks have trained factors, all other pieces have none.
+        if self.adapter:
+            # Blocks have adapters, all other pieces have no trained weights.
             every = range(self.pieces)
             return tuple(piece for piece in every if not self.is_block(piece))
         named = [
@@ -445,14 +436,18 @@ class Shape(MtpKeys, MixerKeys):
         )
 
     @property
+    def adapter(self) -> AdapterRow | None:
+        """The kind of adapters that are trained in place of the weights, or None."""
+        return next((row for row in ADAPTERS if row.rank_of(self)), None)
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the linear layers that carry adapters."""
-        if not self.lora_r:
+        if self.adapter is None:
             return ()
         every = block_linears(self)
-        return tuple(
-            name for name in every if name in (self.lora_targets or every)
-        )
+        targets = self.adapter.targets_of(self) or every
+        return tuple(name for name in every if name in targets)
 
     @property
     def pieces(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
+from .adapters import AdapterSizes
 from .choices import ACCUM, COMPILE, INTERLEAVED
 from .layout import Layout
 from .mixers import others_than_usual
@@ -21,10 +22,12 @@ from .shape import Shape
 from .stages import stage_blocks
 
 # Keys of a shape that trainers' files need not have.
-_UNASKED = (
-    """name source batch sequence freeze lora_r lora_alpha lora_targets kind"""
+UNASKED = frozenset(
+    (
+        *["name", "source", "batch", "sequence", "freeze", "kind"],
+        *(each.name for each in fields(AdapterSizes)),
+    )
 )
-UNASKED = frozenset(_UNASKED.split())
 # Sizes with one meaning in all trainers.
 _SIZES = """layers hidden ffn heads kv_heads head_dim vocab rope_theta eps experts top_k"""
 SIZES = tuple(_SIZES.split())

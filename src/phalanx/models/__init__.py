@@ -11,6 +11,7 @@ head_dim).
 """
 
 from . import decoder, mlp
+from .adapters import AdaptedLinear, adapt, draw_adapter, in_adapters
 from .attention import Attention, Core
 from .decoder import (
     Decoder,
@@ -20,7 +21,6 @@ from .decoder import (
     RoutingPart,
 )
 from .experts import ExpertMlps, ExpertProducts, Merge, Router, Spread
-from .lora import LoraLinear, adapt, draw_lora
 from .loss import IGNORED, token_loss
 from .mlp import DeepMlp
 from .noise import Dropout, token_noise
@@ -44,9 +44,10 @@ __all__ = [
     "MergingPart",
     "RoutingPart",
     "Spread",
-    "LoraLinear",
+    "AdaptedLinear",
     "adapt",
-    "draw_lora",
+    "draw_adapter",
+    "in_adapters",
     "RMSNorm",
     "Router",
     "IGNORED",

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
+from ..layout.adapters import ADAPTER_NAMES
 from ..layout.exact import (
     EXPERTS_IN_PARTS,
     exact_word,
@@ -25,7 +26,8 @@ from ..layout.exact import (
     unequal_parts,
 )
 from ..layout.rules import AXIS_OF
-from ..models import IGNORED, Core, ExpertProducts, LoraLinear
+from ..models import IGNORED, AdaptedLinear, Core, ExpertProducts
+from ..models.adapters import ADAPTERS
 from ..models.decoder import Block
 from ..models.ends import Embed, Head
 from ..models.loss import CrossEntropy
@@ -120,9 +122,9 @@ def _without_parts(model: Model, layout: Layout) -> Iterator[str]:
     """Modules and sizes whose products have not been compared in parts."""
     covered = Embed, Block, Head
     for name, piece in model.pieces:
-        adapters = (isinstance(m, LoraLinear) for m in piece.modules())
-        kind = "LoRA" if any(adapters) else type(piece).__name__
-        if kind == "LoRA" or type(piece) not in covered:
+        adapted = any(isinstance(m, AdaptedLinear) for m in piece.modules())
+        kind = ADAPTER_NAMES if adapted else type(piece).__name__
+        if adapted or type(piece) not in covered:
             yield (
                 f"{exact_word(layout)} does not cover {kind} in {name} yet: its"
                 " products have not been compared in parts. Use exact, without tp and cp."
@@ -290,17 +292,17 @@ def _replaced(
     )
     linear, adapted = (
         isinstance(module, nn.Linear),
-        isinstance(module, LoraLinear),
+        isinstance(module, AdaptedLinear),
     )
     plain: type[nn.Module] = (
-        LoraLinear if adapted else nn.Linear if linear else nn.Embedding
+        AdaptedLinear if adapted else nn.Linear if linear else nn.Embedding
     )
     kind, owned = (
         type(module).__name__,
         {"weight", "bias"} if linear else {"weight"},
     )
     # Only what the replacement copies: weight, bias and an adapter.
-    owned |= {"lora"} if adapted else set()
+    owned |= {*ADAPTERS} if adapted else set()
     if not isinstance(module, plain):
         if cut_first:
             yield (

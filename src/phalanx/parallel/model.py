@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..layout import Rules, Shape
-from ..layout.rules import AXIS_OF, LORA
+from ..layout.adapters import adapts
 from ..models import (
     Decoder,
     DecoderSizes,
@@ -27,7 +27,7 @@ from ..models import (
     RopeScaling,
     adapt,
     decoder,
-    draw_lora,
+    draw_adapter,
     mlp,
 )
 from .own_class import OwnStart
@@ -247,8 +247,8 @@ def _freeze(model: Model, shape: Shape) -> Model:
     """Freeze untrained weights; a shared weight belongs to its first piece."""
     for name, weight in model.weights.items():
         weight.requires_grad_(
-            is_lora(name)
-            if shape.lora_r
+            adapts(name)
+            if shape.adapter
             else model.unit_of[name] % len(model.pieces) not in shape.frozen
         )
     return model
@@ -256,27 +256,23 @@ def _freeze(model: Model, shape: Shape) -> Model:
 
 def _adapt(model: Decoder, rules: Rules, shape: Shape) -> str:
     """Give adapters to the linears that the shape names; returns their rules."""
-    lines = []
+    row, lines = shape.adapter, []
+    if row is None:
+        return ""
+    settings = row.settings(shape)
     for name, module in model.layers.named_modules():
         path = name.partition(".")[2]
         if path.rpartition(".")[2] not in shape.adapters or not isinstance(
             module, nn.Linear
         ):
             continue
-        adapt(module, shape.lora_r, shape.lora_alpha)
-        out, into = rules.dims(f"layers.{name}.weight")
-        # Beside a sharded weight the adapter's rank dim is whole, but ranks did other
-        # work with it; see LORA in `layout/rules.py`.
-        rank = LORA if {out, into} & AXIS_OF.keys() else "-"
-        # One pattern covers all blocks that have this linear.
-        lines += [f"layers.*.{path}.lora.a.weight : {rank} {into}\n"]
-        lines += [f"layers.*.{path}.lora.b.weight : {out} {rank}\n"]
+        adapt(module, row.key, row.rank_of(shape), **settings)
+        beside = rules.dims(f"layers.{name}.weight")
+        for each in row.weights:
+            # One pattern covers all blocks that have this linear.
+            pattern = f"layers.*.{path}{row.mark}{each.name}"
+            lines.append(f"{pattern} : {each.dims(beside)}\n")
     return "".join(dict.fromkeys(lines))
-
-
-def is_lora(name: str) -> bool:
-    """True if a weight is a factor of a low-rank adapter."""
-    return ".lora." in name
 
 
 def decoder_of(shape: Shape, **changes: Any) -> Decoder:
@@ -353,7 +349,7 @@ def start(
         getattr(model.draw, "__self__", 0), Decoder | DeepMlp
     )
     # Tiles of `down` x `across` elements, at most COLUMNS wide and NUMBERS large.
-    tiled = known and len(shape) > 1 and not is_lora(name)
+    tiled = known and len(shape) > 1 and not adapts(name)
     across = min(wide, COLUMNS) if tiled else wide
     down = NUMBERS // across if tiled else high
     rows, columns = part or (torch.arange(high), slice(wide))
@@ -382,7 +378,8 @@ def start(
             int.from_bytes(key[:8], "big") >> 1
         )
         values = torch.empty(size if tiled else shape, dtype=wide_type)
-        (draw_lora if is_lora(name) else model.draw)(name, values, generator)
+        draw_start = draw_adapter if adapts(name) else model.draw
+        draw_start(name, values, generator)
         # The overlap of the tile's columns with the part's.
         first, last = (
             max(left, j * across),

@@ -30,7 +30,7 @@ from torch.autograd.graph import (
 from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 
 from ..comm import Work
-from ..models import ExpertProducts, LoraLinear
+from ..models import AdaptedLinear, ExpertProducts, in_adapters
 from ..models.ends import LossHead
 from ..models.experts import TERMS, loss_router
 from ..models.function import FrequentFunction
@@ -384,11 +384,8 @@ class _Linear(nn.Linear):
 
 def narrowable(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a block whose matmul with `weight` may use fewer bits."""
-    loras: list[Any] = [
-        m.lora for m in module.modules() if getattr(m, "lora", None)
-    ]
     # The thin matrices of an adapter keep the layout's precision.
-    adapters = {x for lora in loras for x in lora.modules()}
+    adapters = in_adapters(module)
     for child in module.modules():
         product = type(child) in (nn.Linear, _Linear) or hasattr(
             child, "weight_product"
@@ -477,7 +474,7 @@ class Piece:
             if hasattr(child, "weight_product") or isinstance(child, _Linear):
                 own: Any = child
                 transposed = not isinstance(
-                    child, _Linear | RowLinear | LoraLinear
+                    child, _Linear | RowLinear | AdaptedLinear
                 )
                 unit, name = self.owners[own.weight]
                 matmul = unit.precision.matmul if child in narrow else None

@@ -20,11 +20,10 @@ from torch.nn import functional as F
 
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError, pieces
-from ..layout.rules import AXIS_OF, LORA, Cut
+from ..layout.rules import ADAPTER, AXIS_OF, Cut
 from ..models import (
     Dropout,
     ExpertProducts,
-    LoraLinear,
     Merge,
     RMSNorm,
     Router,
@@ -148,7 +147,8 @@ class RowLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.join = plain.weight, plain.bias, join
-        self.lora = plain.lora if isinstance(plain, LoraLinear) else None
+        for name, adapter in plain.named_children():
+            self.add_module(name, adapter)
         # `Piece` replaces it by a product that adds the weight's gradient to its unit.
         self.weight_product: Callable[[Tensor], Tensor] = lambda x: F.linear(
             x, self.weight
@@ -157,8 +157,10 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # (B, T, out): this rank's part of each sum
         part = self.weight_product(x)
-        # The adapter's thin product is a partial sum too: one join serves both.
-        y = self.join(part if self.lora is None else part + self.lora(x))
+        # The thin product of an adapter is a partial sum too: one join serves both.
+        for adapter in self.children():
+            part = part + adapter(x)
+        y = self.join(part)
         return y if self.bias is None else y + self.bias
 
 
@@ -420,7 +422,7 @@ class _Installer:
             dims = self.model.rules.dims(
                 f"{self.prefix}.{name}.weight".replace("..", "."), 2
             )
-            if LORA in dims:
+            if ADAPTER in dims:
                 continue  # an adapter inside a linear, whose regions it shares
             # nn.Linear holds (out, in); a bare x @ weight holds (in, out), and so does
             # a lookup.

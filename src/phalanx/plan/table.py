@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..layout import Axis, Layout, Mesh, Shape, legal
+from ..layout.adapter_row import AdapterRow
+from ..layout.adapters import ADAPTERS
 from ..layout.pieces import work_of_pieces
 from .case import Case
 from .device import Device, MachineError, device, devices
@@ -51,14 +53,9 @@ _MEANINGS: dict[str, dict[str, list[str]]] = {
 }
 _TIMES = ("step_time_s", "tok_s_gpu", "tflops_gpu")
 _MEASURED = (*_TIMES, "peak_mem_gb")
-# Columns that may say that a row trains LoRA, and columns of its rank.
+# Columns that may say that a row trains adapters.
 _TITLES = ("model", "row_id", "framework", "notes", "method", "task")
-_RANKS = ("lora_r", "lora_rank", "lora_dim")
-_LORA = re.compile(
-    r"\b(?P<denied>(?:no|not|non|without|vs|than)[. -]+)?(?P<bits>q?)lora\b",
-    re.IGNORECASE,
-)
-_LORA_RANK = 16  # of a row that does not give it: its matmuls hardly count
+_DENIED = r"\b(?P<denied>(?:no|not|non|without|vs|than)[. -]+)?"
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _WHERE_TO = re.compile("->|=>|→|-to-(?=cpu|host)")  # optimizer->CPU
 # In mixed precision the narrowest format counts: matmuls use it.
@@ -197,7 +194,7 @@ def _row(
             step = _seconds(fields, made)
         # FLOPs of a step without recomputation: no row can beat the peak. Adapters
         # leave out the gradients of all other weights.
-        flops = 4 if made.shape.lora_r else 6
+        flops = 4 if made.shape.adapter else 6
         work = flops * batch * sum(work_of_pieces(made.shape))
         if (
             0
@@ -542,18 +539,23 @@ def _empty(case: Case, profile: SoftwareProfile) -> bool:
 
 
 def _shape(fields: Mapping[str, str]) -> Shape:
-    """The model of a row, with its adapters if it trains LoRA."""
+    """The model of a row, with its adapters if it trains any."""
     whole = _whole_shape(fields)
-    rank = _first(fields, _RANKS)
     titles = " ".join(fields.get(column, "") for column in _TITLES)
-    if not rank and _trains_adapters(titles):
-        rank = _LORA_RANK
-    return replace(whole, lora_r=rank) if rank else whole
+    for row in ADAPTERS:
+        rank = _first(fields, row.columns)
+        # A row that does not give the rank.
+        if not rank and _trains_adapters(row, titles):
+            rank = row.usual_rank
+        if rank:
+            return row.with_rank(whole, rank)
+    return whole
 
 
-def _trains_adapters(titles: str) -> bool:
-    """True if a row says that it trains LoRA, and not that it does without."""
-    named = [match for match in _LORA.finditer(titles) if not match["denied"]]
+def _trains_adapters(row: AdapterRow, titles: str) -> bool:
+    """True if these say that adapters are trained, and not that they are not."""
+    word = re.compile(rf"{_DENIED}(?P<bits>q?){row.name}\b", re.IGNORECASE)
+    named = [match for match in word.finditer(titles) if not match["denied"]]
     if any(match["bits"] for match in named):
         raise CellError(
             "notes", titles, "has weights in 4 bits: no price is known"

@@ -1,5 +1,5 @@
 """Conversion of checkpoints from and to Hugging Face: `config.json` and sharded
-safetensors with an index, and LoRA adapters in peft's format.
+safetensors with an index, and adapters in peft's format.
 
 `layout/families.py` recognises the model in a folder and maps the names of its weights.
 Weights are read from their files box by box, so that a rank reads only what it keeps.
@@ -7,7 +7,6 @@ Weights are read from their files box by box, so that a rank reads only what it 
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape, families
+from ..layout.adapters import ADAPTER_NAMES, adapts
 from ..layout.codec import decode
 from ..layout.files import write_text
 from ..layout.hub import HubError, model_folder
-from ..layout.pieces import block_linears
 from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
-from ..parallel.model import is_lora
 from . import checkpoint_format as stored
+from .adapters import ADAPTER_FILES
 from .checkpoint import SAVING, commit, make_hidden, steps, write_own
 from .checkpoint_format import DTYPES, WEIGHT, CheckpointError, read_into
 from .checkpoint_load import TensorReader, own_model
@@ -86,13 +85,13 @@ def export_weights(
         dims = {
             name: len(each.shape)
             for name, each in weights.items()
-            if not is_lora(name)
+            if not adapts(name)
         }
         data = families.ahead_sources(
             families.FAMILIES[family], dims, shape.layers, shape.predictors
         )
     make_empty(out)
-    plain = [name for name in weights if not is_lora(name)]
+    plain = [name for name in weights if not adapts(name)]
     kind = DTYPES[dtype or weights[plain[0]].dtype]
     theirs = {source.name: source for source in data.values()}
     # Bias updates of router balancing are lost in 16 bits; Hugging Face keeps it in
@@ -191,25 +190,13 @@ def begun_with(manifest: stored.Manifest) -> str:
 
 
 def _merged(reader: TensorReader, name: str) -> Tensor:
-    """Return a whole weight with its LoRA adapter merged."""
-    whole, shape = (
-        # The whole weight first, then W + alpha / r B A (Hu et al. 2021).
-        reader.whole(reader.tensors[WEIGHT, name]),
-        reader.manifest.shape,
-    )
-    a, b = (
-        (WEIGHT, f"{name.removesuffix('weight')}lora.{each}.weight")
-        for each in "ab"
-    )
-    if shape is None or a not in reader.tensors:
+    """Return a whole weight with its adapter merged."""
+    whole = reader.whole(reader.tensors[WEIGHT, name])
+    shape = reader.manifest.shape
+    adapter = None if shape is None else shape.adapter
+    if shape is None or adapter is None:
         return whole
-    # At least in float32: a product of two 16-bit factors has more digits than
-    # they have.
-    wide = torch.promote_types(whole.dtype, torch.float32)
-    up, down = (reader.whole(reader.tensors[each]).to(wide) for each in (b, a))
-    return (whole.to(wide) + shape.lora_alpha / shape.lora_r * (up @ down)).to(
-        whole.dtype
-    )
+    return ADAPTER_FILES[adapter.key].merged(reader, shape, name, whole)
 
 
 def _tensors_of(model: Model) -> dict[str, families.HubTensor]:
@@ -255,18 +242,13 @@ def _shards(items: Iterable[T], sizes: Iterable[int]) -> Iterator[list[T]]:
 def export_adapter(
     path: Path, out: Path, *, family: str = "", dtype: str = ""
 ) -> list[Path]:
-    """Write a checkpoint's LoRA adapter for `PeftModel.from_pretrained` and return the
-    files.
-
-    Where one linear layer of theirs packs several of ours, its adapter has the sum of
-    their ranks: the A factors are stacked, and the B factors form a block-diagonal
-    matrix.
-    """
+    """Write a checkpoint's adapter for `PeftModel.from_pretrained` and return the
+    files."""
     manifest = stored.read_manifest(path)
     shape = manifest.shape
-    if shape is None or not shape.lora_r:
+    if shape is None or shape.adapter is None:
         raise CheckpointError(
-            f"{path}: its run trained no LoRA; export it without --adapter."
+            f"{path}: its run trained no {ADAPTER_NAMES}; export it without --adapter."
         )
     data = families.FAMILIES[families.family_of(shape, family)]
     if data.grouped:
@@ -274,82 +256,10 @@ def export_adapter(
             f"{path}: adapters of {shape.name} cannot be written for peft: its files pack rows of"
             " several linears into one, by heads. Export it without --adapter, which merges them."
         )
-    tensors, ranks = dict[str, Tensor](), dict[str, int]()
+    files = ADAPTER_FILES[shape.adapter.key]
     with TensorReader(path, manifest) as reader:
-
-        def factor(name: str, which: str) -> Tensor:
-            whole = reader.whole(
-                reader.tensors[WEIGHT, f"{name}.lora.{which}.weight"]
-            )
-            return whole.to(DTYPES[dtype]) if dtype else whole
-
-        # Adapted layers are in the attention (wq, wk, ...) or the MLP (gate,
-        # up, down).
-        parts = {
-            each: "attn" if each.startswith("w") else "mlp"
-            for each in shape.adapters
-        }
-        names = [
-            f"layers.{n}.{parts[a]}.{a}"
-            for n in range(shape.layers)
-            for a in parts
-        ]
-        theirs = families.sources(
-            data, {f"{name}.weight": 2 for name in names}
-        ).values()
-        linears = block_linears(shape)
-        for name, packed in dict.fromkeys(
-            (each.name, each.packed) for each in theirs
-        ):
-            module, *every = (
-                each.removesuffix(".weight") for each in (name, *packed)
-            )
-            # Of the layers that theirs packs, only some may have adapters.
-            own = [each for each in every if each in names]
-            rows = {
-                each: linears[each.rpartition(".")[2]].shape[0]
-                for each in every
-            }
-            # Layers without an adapter have no columns, but their rows.
-            blocks = [
-                factor(e, "b") if e in own else torch.zeros(rows[e], 0)
-                for e in every
-            ]
-            b: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
-            key = f"base_model.model.{module}"
-            tensors[f"{key}.lora_A.weight"] = torch.cat(
-                [factor(each, "a") for each in own]
-            )
-            # In the dtype of A, whatever the empty blocks have.
-            tensors[f"{key}.lora_B.weight"] = b.to(
-                tensors[f"{key}.lora_A.weight"]
-            )
-            # "model.layers.3.self_attn.q_proj" -> "self_attn.q_proj", for all
-            # blocks.
-            ranks[
-                re.sub(rf"{re.escape(data.layers)}\.[0-9]+\.", "", module)
-            ] = len(own)
-    # peft's exceptions from the usual rank: packed layers have the sum of
-    # ranks.
-    more = {module: n for module, n in ranks.items() if n > 1}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": begun_with(manifest),
-        "r": shape.lora_r,
-        "lora_alpha": shape.lora_alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": [*ranks],
-        "fan_in_fan_out": data.transposed,
-        "inference_mode": True,
-        "rank_pattern": {
-            module: n * shape.lora_r for module, n in more.items()
-        },
-        "alpha_pattern": {
-            module: n * shape.lora_alpha for module, n in more.items()
-        },
-    }
+        tensors, config = files.exported(reader, shape, data, dtype)
+    config |= {"base_model_name_or_path": begun_with(manifest)}
     make_empty(out)
     stored.write_file(out / ADAPTER, tensors, {"format": "pt"})
     write_text(

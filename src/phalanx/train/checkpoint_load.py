@@ -22,6 +22,7 @@ from torch import Tensor
 from ..comm import Group
 from ..comm.agree import broadcast_text
 from ..layout import Layout, LayoutError, Shape
+from ..layout.adapters import ADAPTERS, adapts
 from ..layout.families import code_of
 from ..layout.optimizer_row import OptimizerRow
 from ..layout.optimizers import OPTIMIZERS
@@ -29,7 +30,6 @@ from ..layout.run import Run
 from ..layout.source import arguments_text, split_name
 from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
-from ..parallel.model import is_lora
 from . import checkpoint_format as stored
 from .agreement import flat, modules_of
 from .checkpoint import (
@@ -144,7 +144,7 @@ def begin(
     def fill() -> None:
         reader = source()
         # Adapters are not in the source, so they may be missing.
-        _check(reader.manifest, local, updates, drawn=is_lora)
+        _check(reader.manifest, local, updates, drawn=adapts)
         _fill(reader, local, updates)
 
     # The weights were drawn just before, and other ranks may still read this rank's part
@@ -445,7 +445,7 @@ def _earlier_notices(
 REFUSED = {
     "model": "the model's identity, unless --adopt is given",
     "freeze": "of the model's sizes",
-    "lora": "of the model's sizes",
+    **{row.key: "of the model's sizes" for row in ADAPTERS},
     "seed": "all random numbers follow from it",
 }
 TOLD = (

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from ..layout.adapters import adapts
 from ..layout.run import RunError, random_by_name
-from ..parallel.model import is_lora
 from .checkpoint_exchange import HubReader
 from .checkpoint_format import RUN_ID, CheckpointError, Progress
 from .checkpoint_load import (
@@ -131,7 +131,7 @@ def _draw(rank: Rank, log: RunLog) -> None:
     run, local = rank.run, rank.part.local
     if hub := run.hub:
         # Adapters have no values in the folder, so they are drawn.
-        local.draw(run.seed, is_lora)
+        local.draw(run.seed, adapts)
         begin(partial(HubReader, run.hub_folder), local, rank.part.updates)
         log.event("model", f"the weights are those of {hub}")
         return

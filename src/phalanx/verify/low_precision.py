@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ..layout import Layout, Mesh
 from ..layout.choices import MATMULS, MatmulTraits
-from ..models import IGNORED, ExpertMlps
+from ..models import IGNORED, ExpertMlps, in_adapters
 from ..parallel import Model
 from ..parallel.batch import DOCUMENTS, VALID, held_times, time_multiple
 from ..parallel.tensor import cut_of
@@ -263,19 +263,14 @@ def install(
         return
     rounding = Rounding(MATMULS[word], cuts, generator)
     for _, block in model.pieces[1:-1]:
-        # LoRA's narrow matrices keep the compute dtype.
-        loras: list[Any] = [
-            m.lora for m in block.modules() if getattr(m, "lora", None)
-        ]
-        thin = {child for lora in loras for child in lora.modules()}
+        # The narrow matrices of adapters keep the compute dtype.
+        thin = in_adapters(block)
         for module in block.modules():
             if isinstance(module, ExpertMlps) and rounding.traits.experts:
                 module.product = partial(_of_expert, rounding)
             if isinstance(module, nn.Linear) and module not in thin:
                 own: Any = module
-                adapted: Callable[..., Tensor] | None = getattr(
-                    module, "lora", None
-                )
+                adapted = next(module.children(), None)
                 own.forward = _forward(own, rounding, adapted)
     if not generator:
         compute_over_ranks(model, cuts)

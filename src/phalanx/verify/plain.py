@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape
+from .adapters import adapter_output
 from .mixers import MIXERS
 
 Weights = Mapping[str, Tensor]
@@ -40,15 +41,12 @@ LATENT_EPS = (
 def linear(
     shape: Shape, w: Weights, name: str, x: Tensor, *, biased: bool = False
 ) -> Tensor:
-    """W x + b. LoRA adds (alpha / r) B A x beside it (Hu et al. 2021, section 4.1)."""
+    """W x + b, and the output of an adapter beside it."""
     y = x @ w[f"{name}.weight"].T
     if biased:
         y = y + w[f"{name}.bias"]
     if name.split(".")[-1] in shape.adapters:
-        narrow = x @ w[f"{name}.lora.a.weight"].T  # (B, T, r)
-        y = y + shape.lora_alpha / shape.lora_r * (
-            narrow @ w[f"{name}.lora.b.weight"].T
-        )
+        y = y + adapter_output(shape, w, name, x)
     return y
 
 

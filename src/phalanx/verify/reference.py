@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Shape
+from ..layout.adapters import adapts
 from ..models import IGNORED, Decoder, DeepMlp, Router
 from ..models.ahead import HIDDEN, look_ahead
 from ..models.loss import CrossEntropy
@@ -32,6 +33,7 @@ from ..parallel.batch import VALID
 from ..parallel.model import entries_named
 from ..train.optimizer import Optimizer
 from . import plain
+from .adapters import adapter_start
 from .cases import VARIED
 from .mixers import own_start
 from .optimizers import plain_optimizer
@@ -398,7 +400,7 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
     whole = torch.empty(size).view(size[:-1].numel(), -1)
     high, wide = whole.shape
     tiled = isinstance(owner, Decoder | DeepMlp) or model.draw is Model.draw
-    if tiled := tiled and len(size) > 1 and ".lora." not in name:
+    if tiled := tiled and len(size) > 1 and not adapts(name):
         wide = min(256, wide)
         high = 65536 // wide
     # In the order of rows, then columns; the first tile has no number in its
@@ -434,15 +436,8 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
     # Half of the first 64 bits: a seed of torch is a signed 64-bit integer.
     generator = torch.Generator().manual_seed(int(digest[:16], 16) // 2)
     owner: Any = getattr(model.draw, "__self__", None)
-    # As in LoRA: B starts at zero, so that the adapter changes nothing at
-    # first.
-    if name.endswith(".lora.b.weight"):
-        return torch.zeros(size)
-    # as in peft: Kaiming uniform with a slope of sqrt(5)
-    if name.endswith(".lora.a.weight"):
-        return nn.init.kaiming_uniform_(
-            torch.empty(size), a=math.sqrt(5), generator=generator
-        )
+    if adapts(name):
+        return adapter_start(name, size, generator)
     if isinstance(owner, DeepMlp):
         return torch.normal(
             0.0, math.sqrt(2 / owner.width), size, generator=generator

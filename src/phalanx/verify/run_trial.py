@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..comm import CommError, World
 from ..layout import Layout, LayoutError, Shape
+from ..layout.adapters import ADAPTERS
 from ..layout.choices import FP64, THREADS
 from ..layout.exact import COVERED
 from ..layout.families import hub_config
@@ -163,9 +164,8 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
     ]
     covered += [f"dropout {few.dropout:g}"] * bool(few.dropout)
     covered += [f"z-loss {run.z_loss:g}"] * bool(run.z_loss)
-    covered += ["LoRA"] * bool(run.lora.r) + [f"frozen {run.freeze}"] * bool(
-        run.freeze
-    )
+    covered += [row.name for row in ADAPTERS if row.rank_of(shape)]
+    covered += [f"frozen {run.freeze}"] * bool(run.freeze)
     left_out = [
         "its own text and its order: documents of random tokens have their lengths",
         "weights that are loaded",

@@ -73,7 +73,7 @@ NARROW = {
     "models/kernels.py:own_gradients": "_to_copy copy_",
     "models/kernels.py:sink_gradients": "_to_copy neg",
     "models/lora.py:Lora.forward": "mul",
-    "models/lora.py:LoraLinear.forward": "add",
+    "models/adapters.py:AdaptedLinear.forward": "add",
     # the last product, its soft cap, and their gradients
     "models/loss.py:_logit_chunks": "div_ mm mul tanh_",
     "models/loss.py:_send_back": "copy_ mm tanh_backward",
