@@ -382,6 +382,21 @@ def test_weights_in_the_compute_dtype_are_promised_beside_the_masters(
     assert rank["promised"]["gathered and gradients"] == 6 * count
 
 
+@pytest.mark.parametrize("zero", ["zero1", "zero2", "zero3"])
+def test_gathered_weights_and_gradients_are_as_many_bytes_as_promised(
+    tmp_path: Path, zero: str
+) -> None:
+    """The home of a shard inside of the whole weights was measured twice."""
+    out = tmp_path / "run"
+    trained(small(out), f"dp2 {zero} accum:2")
+    (held,) = records(out, "memory")
+    for rank in held["ranks"]:
+        assert rank["measured"] == rank["promised"]
+    # Gathered weights of the embedding wait while those of blocks are in use.
+    idle = [rank["idle"]["buffers"] for rank in held["ranks"]]
+    assert zero != "zero3" or min(idle) > 0
+
+
 def test_mfu_is_what_the_model_needs_over_time_and_peak(
     tmp_path: Path,
 ) -> None:

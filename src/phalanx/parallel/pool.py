@@ -13,7 +13,9 @@ from torch import Tensor
 class BufferPool:
     """A small set of flat buffers that are taken, given back and reused.
 
-    `check` proves how many buffers are in use at once; `most` is the number seen.
+    `check` proves how many buffers are in use at once. `most` is the number of each size
+    that was made, and `most_bytes` what was in use at once: buffers of another size may
+    wait meanwhile, as a buffer serves its own size only.
     `empty` allocates them: where ranks share memory, in a shared region, so that other
     ranks read and write them in place. With `poison`, new and returned buffers are
     filled with NaN, so a use before the gather or after the drop shows.
@@ -33,10 +35,21 @@ class BufferPool:
         self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.made: Counter[tuple[int, torch.dtype]] = Counter()
         self.most: Counter[tuple[int, torch.dtype]] = Counter()
+        self.used_bytes = self.most_bytes = 0
+
+    @property
+    def idle_bytes(self) -> int:
+        """The bytes of buffers that were not among those in use at the peak."""
+        made = sum(
+            number * numel * dtype.itemsize
+            for (numel, dtype), number in self.most.items()
+        )
+        return made - self.most_bytes
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         waiting = self.free.setdefault((numel, dtype), [])
         if waiting:
+            self._use(numel * dtype.itemsize)
             return waiting.pop()
         self.count(numel, dtype)
         new = self.empty(numel, dtype)
@@ -47,6 +60,11 @@ class BufferPool:
         key = numel, dtype
         self.made[key] += by
         self.most[key] = max(self.most[key], self.made[key])
+        self._use(by * numel * dtype.itemsize)
+
+    def _use(self, size: int) -> None:
+        self.used_bytes += size
+        self.most_bytes = max(self.most_bytes, self.used_bytes)
 
     def give(self, buffer: Tensor, *, keep: bool = True) -> None:
         """Give a buffer back, to be reused or, without `keep`, to be freed."""
@@ -55,6 +73,7 @@ class BufferPool:
             buffer.fill_(math.nan)
         if keep:
             self.free[buffer.numel(), buffer.dtype].append(buffer)
+            self._use(-buffer.nbytes)
         else:
             self.count(buffer.numel(), buffer.dtype, -1)
 

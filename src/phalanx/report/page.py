@@ -390,9 +390,13 @@ def _memory(journal: _Journal) -> Section:
         for rank, one in enumerate(ranks)
     ]
     most = max((number(s, "memory") for s in journal.steps), default=math.nan)
+    idle = max(
+        (_inside(one, "idle", "buffers") for one in ranks), default=math.nan
+    )
     note = (
         "The largest number of bytes of each kind: what the checked program predicts, and what was"
-        " measured. Activations are not included. The peak memory of"
+        " measured. Activations are not included. Buffers that wait for their next use, at most"
+        f" {_size(idle)} on a rank, are not predicted. The peak memory of"
         f" one rank, including its process: {_size(most)}."
     )
     return Section("Memory", Html(paragraphs([note]) + table(head, rows)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ..comm.agree import exchange
 from ..parallel import Unit
@@ -83,20 +84,22 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
     }
     # No operation gathers a resident unit: its weights are there from the start.
     stay = sum(u.bytes.weights - u.bytes.shared for u in units if u.resident)
-    both = stay + kinds.get("gathered", 0.0) + kinds.get("gradients", 0.0)
-    # The most buffers of each size that were in use at once.
-    pool = sum(
-        n * size * dtype.itemsize
-        for (size, dtype), n in part.local.pool.most.items()
-    )
+    # Both kinds at the same time; each may peak at a time of its own.
+    moving = replace(sizes, home=(), optimizer=())
+    both = stay + peaks(part.program, moving)[row].total
+    pool = part.local.pool
+    # A home inside of the whole weights is counted with the weights.
+    shared = sum(u.bytes.shared for u in units)
     measured = {
         "weights": float(sum(u.home.nbytes + u.beside for u in units)),
         "optimizer": float(sum(state.values())),
-        "gathered and gradients": float(pool),
+        "gathered and gradients": float(pool.most_bytes - shared),
     }
     return {
         "promised": promised | {"gathered and gradients": both},
         "measured": measured,
+        # The pool keeps buffers of every size for their next use.
+        "idle": {"buffers": float(pool.idle_bytes)},
     }
 
 
