@@ -606,7 +606,12 @@ Uploads.finish = early
 
 
 @pytest.mark.parametrize(
-    ("layout", "early"), [("", ""), ("dp2", ""), ("", EARLY)]
+    ("layout", "early"),
+    [
+        pytest.param("", "", marks=pytest.mark.slow),
+        ("dp2", ""),
+        ("", EARLY),
+    ],
 )
 def test_a_process_ends_though_an_upload_hangs_and_ctrl_c_ends_the_wait(
     layout: str, early: str, tmp_path: Path

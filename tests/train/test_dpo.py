@@ -23,15 +23,17 @@ from phalanx.parallel import start as drawn
 from phalanx.train.data.batches import Batches
 from phalanx.train.data.token_files import open_corpus
 from phalanx.train.rank import batches_of
+from sampled import one_in
 
 BETA, RATE, STEPS = 0.3, 0.5, 3
 Pair = dict[str, str]
 COMPILED = pytest.param("dp2 tp2 compile", marks=pytest.mark.slow)
-LAYOUTS = (
+PLAIN = (
     "", "dp2 zero3", "dp2 zero1 accum:2", "tp2", "tp2 seq", "pp2 1f1b:2", "cp2", "cp2:ring",
     "dp2 cp2:ulysses zero2", "dp2 tp2 zero3", "pp2 tp2 zb-h1:3", "pp2 1f1b:3 recompute:all",
-    "dp2x2 zero3", COMPILED,
+    "dp2x2 zero3",
 )  # fmt: skip
+LAYOUTS = (*one_in(2, PLAIN), COMPILED)
 
 
 def pairs() -> list[Pair]:

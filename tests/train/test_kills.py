@@ -39,7 +39,11 @@ def _killed(
 
 
 @pytest.mark.parametrize(
-    "layout, asynchronous", [("dp2 zero1", False), ("pp2 1f1b:2", True)]
+    "layout, asynchronous",
+    [
+        pytest.param("dp2 zero1", False, marks=pytest.mark.slow),
+        ("pp2 1f1b:2", True),
+    ],
 )
 def test_a_kill_inside_a_save_leaves_a_run_that_ends_bit_for_bit_as_one_undisturbed(
     layout: str, asynchronous: bool, tmp_path: Path

@@ -453,7 +453,13 @@ def test_a_save_in_the_background_that_was_begun_with_equal_copies_is_kept(
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp2", "tp2 seq bf16", "dp2x2 zero3 fp16", "pp2 1f1b:3"]
+    "layout",
+    [
+        "tp2 seq bf16",
+        "dp2x2 zero3 fp16",
+        pytest.param("dp2", marks=pytest.mark.slow),
+        pytest.param("pp2 1f1b:3", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sound_run_that_compares_at_every_step_is_the_run_that_never_does(
     layout: str, tmp_path: Path

@@ -13,6 +13,7 @@ from phalanx.layout.choices import MATMULS
 from phalanx.parallel import build_model
 from phalanx.verify import SHAPES, low_precision, verify
 from phalanx.verify.low_precision import Rounding, can_replay, sums_of
+from sampled import one_in
 
 # Matrices of several squares of 128 x 128, and of parts of some.
 WIDE = replace(
@@ -79,7 +80,7 @@ NARROW = """
 """
 
 
-@pytest.mark.parametrize("name", ["wide", "lora"])
+@pytest.mark.parametrize("name", one_in(2, ["wide", "lora"]))
 def test_weights_that_travel_in_8_bits_are_those_of_one_process(
     name: str,
 ) -> None:
@@ -156,7 +157,11 @@ FEW = "tp4 {0}; dp2 tp2 seq zero1 {0}; cp2 tp2 {0}"
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [("gqa", "mxfp8"), ("wide", "fp8:tile"), ("olmo", "fp8:e5m2")],
+    [
+        ("gqa", "mxfp8"),
+        ("wide", "fp8:tile"),
+        pytest.param("olmo", "fp8:e5m2", marks=pytest.mark.slow),
+    ],
 )
 def test_where_tp_or_cp_cuts_sums_one_process_that_cuts_them_alike_has_the_same_numbers(
     name: str, word: str
@@ -175,7 +180,7 @@ CUT_EXPERTS = (
     ("name", "word"),
     [
         ("experts", "fp8:tile"),
-        ("latent", "mxfp8:experts"),
+        pytest.param("latent", "mxfp8:experts", marks=pytest.mark.slow),
         ("sinks", "fp8:experts"),
     ],
 )

@@ -144,12 +144,12 @@ def test_clean_layouts_that_cover_the_choices_keep_the_bounds(
 ) -> None:
     layouts = covered(name, 8)
     # Spread evenly, and every one in the precision's own word as a run would have it.
-    spread = layouts[:: len(layouts) // 8][:8]
+    spread = layouts[:: len(layouts) // 4][:4]
     some = [replace(x, precision="fp32") for x in spread]
     # In float16 the loss scale doubles after two steps.
     steps = 3 if dtype == "float16" else 2
     verdicts = list(verify(SHAPES[name], some, dtype=dtype, steps=steps))
-    assert len(verdicts) == 8
+    assert len(verdicts) == 4
     assert [v for v in verdicts if not v.passed] == []
 
 
@@ -228,7 +228,18 @@ def test_the_rows_of_each_microbatch_of_each_rank() -> None:
     assert rows == [[0, 1], [2, 3], [4], [5, 6], [7], [8]]
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+# The default suite has those that differ most.
+FLOAT32 = ("gqa", "qwen", "gemma", "experts", "delta")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n not in FLOAT32))
+        for n in SHAPES
+        if n != "ahead"
+    ],
+)
 def test_float32_keeps_the_bounds(name: str) -> None:
     verdicts = verify(
         SHAPES[name], covered(name, 4)[:3], dtype="float32", steps=2

@@ -67,9 +67,15 @@ def verdicts(out: Path, *words: str) -> Iterator[Verdict]:
 @pytest.mark.parametrize(
     "words",
     [
-        ("layout=dp2 tp2 seq zero1 accum:2", "optimizer.schedule=wsd", "packing=bfd"),
+        pytest.param(
+            ("layout=dp2 tp2 seq zero1 accum:2", "optimizer.schedule=wsd", "packing=bfd"),
+            marks=pytest.mark.slow,
+        ),
         ("layout=pp2 1f1b:4 bf16", "optimizer.name=muon", "packing=none", "optimizer.schedule=linear"),
-        ("layout=dp2 zero3", "optimizer.name=sgd", "optimizer.momentum=0.9", "freeze=embed layers.0"),
+        pytest.param(
+            ("layout=dp2 zero3", "optimizer.name=sgd", "optimizer.momentum=0.9", "freeze=embed layers.0"),
+            marks=pytest.mark.slow,
+        ),
         ("layout=dp2 pp2 1f1b:4 fp16", "optimizer.name=muon", "packing=bfd"),
         ("layout=cp2", "lora.r=8", "document_masks=false", "z_loss=1e-3", "dropout=0.2"),
     ],
