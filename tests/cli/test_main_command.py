@@ -319,3 +319,21 @@ def test_what_shared_memory_refuses_is_a_sentence(
         capsys.readouterr().err
         == "CommMisuse: there is no room for shared memory\n"
     )
+
+
+def test_plans_and_checks_collect_no_garbage_in_a_process_of_their_own() -> (
+    None
+):
+    count = (
+        "import gc, sys; seen = []; gc.callbacks.append(lambda *_: seen.append(1));"
+        " from phalanx.cli.main import main; seen.clear();"
+        " sys.argv = ['phalanx', 'check', 'pp4 1f1b:64', '--model', '8b'];"
+        " code = main(); print(code, len(seen))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", count],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.split()[-2:] == ["0", "0"]

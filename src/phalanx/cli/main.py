@@ -5,13 +5,14 @@ exit code.
 interrupted.
 """
 
+import gc
 import importlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from types import ModuleType
 
 from ..layout.device_environment import set_up
@@ -105,12 +106,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] != ["train"]:
-        return _answered(words)
+        own_process = argv is None
+        keeps = own_process and words[:1] in (["plan"], ["check"])
+        with _without_collection() if keeps else nullcontext():
+            return _answered(words)
     with output_scope():  # the end of a run is reported without blocking, too
         code = _answered(words)
     if argv is None:
         _leave_tools_behind(code)
     return code
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """A command that ends with its process collects no garbage.
+
+    Programs are millions of tuples without a cycle. Searching them for cycles, again
+    when the process ends, took a sixth of a plan's time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
 
 
 def _leave_tools_behind(code: int) -> None:

@@ -349,6 +349,11 @@ class CollectiveTimes:
     lane: Array  # the sums that share a lane with gathers
     update: Array
 
+    def shares_lane(self, way: int) -> bool:
+        """True if sums over replicas share the lane of those over shards."""
+        lane, alone = self.lane[:, way], self.reduce[:, way]
+        return bool((lane > alone).any())
+
 
 def _collectives(units: Sequence[Units], numbers: _Numbers) -> CollectiveTimes:
     kinds = zip(numbers.trained, numbers.frozen, numbers.experts, strict=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..layout import Shape
 from ..layout.choices import traits
-from ..program import ops
+from ..program import ops, schedule
 from .bounds import (
     Array,
     CollectiveTimes,
@@ -28,7 +28,6 @@ from .bounds import (
 )
 from .case import ranks_of
 from .hardware import lost_beside
-from .open_blocks import rows_of
 from .piece_price import KindTimes, PieceTimes
 from .price import distance
 from .space import Inner, Options, Pipeline, Space
@@ -56,7 +55,7 @@ def _stage_nodes(
     name: str, pp: int, chunks: int, count: int
 ) -> tuple[_Nodes, tuple[_Key, ...]]:
     """A schedule's operations in a possible order, and each key's (kind, stage)."""
-    rows = rows_of(name, pp, count, chunks)
+    rows = schedule(name, pp, count, chunks).rows
     last_stage, keys = pp * chunks - 1, dict[_Key, int]()
     rank_of = {op.piece: rank for rank, row in enumerate(rows) for op in row}
     # by (forward or not, stage, microbatch)
@@ -104,6 +103,9 @@ class _FollowedStages(NamedTuple):
     first: tuple[int, ...]
     last: tuple[int, ...]
     held: tuple[tuple[int, ...], ...]  # the stages of each rank
+    like: tuple[
+        int, ...
+    ]  # the first stage with the same pieces; the last is its own
 
 
 @lru_cache(maxsize=512)
@@ -112,6 +114,7 @@ def _stages_of(
 ) -> _FollowedStages:
     stages = kinds_of_stages(blocks_of_pipeline(shape, pp, pipe), kinds)
     every = range(max(kinds) + 1)
+    final = len(stages) - 1
     table = [[stage.count(kind) for kind in every] for stage in stages]
     return _FollowedStages(
         counts=tuple(map(Counter, stages)),
@@ -119,6 +122,7 @@ def _stages_of(
         first=tuple(stage[0] for stage in stages),
         last=tuple(stage[-1] for stage in stages),
         held=ranks_of(len(stages), pp, pipe.schedule),
+        like=(*map(stages.index, stages[:final]), final),
     )
 
 
@@ -159,24 +163,33 @@ def _stage_times(
         0.0  # embedding and head are never recomputed
     )
     segment = segment_blocks(inner.recompute) * max(recompute)
-    alone, rest, ending = [], [], []
-    for op, stage in keys:
+    final = len(stages.counts) - 1
+
+    def of(op: str, stage: int) -> tuple[float, float, float]:
         held = stages.counts[stage].items()
         seconds = sum(number * computed[kind][op] for kind, number in held)
         repeated = 0.0
         if op in ops.PROPAGATES:
             # A segment with the head is not recomputed, as it has just been computed.
-            final = stage == len(stages.counts) - 1
             repeated = sum(number * recompute[kind] for kind, number in held)
-            repeated = max(0.0, repeated - final * segment)
+            repeated = max(0.0, repeated - (stage == final) * segment)
         # Recomputing one segment needs no gradient, so it may begin before the
         # gradient arrives.
-        alone.append(min(repeated, segment))
-        rest.append(seconds + max(0.0, repeated - segment))
+        alone = min(repeated, segment)
+        rest = seconds + max(0.0, repeated - segment)
         # A forward ends in the stage's last piece, a backward in its first.
         end = stages.last if op == ops.FORWARD else stages.first
-        ending.append(computed[end[stage]][op])
-    return _StageTimes(alone, rest, ending)
+        return alone, rest, computed[end[stage]][op]
+
+    # Most stages hold the same pieces, so each kind of stage is timed once.
+    known: dict[tuple[str, int], tuple[float, float, float]] = {}
+    found = []
+    for op, stage in keys:
+        key = op, stages.like[stage]
+        if key not in known:
+            known[key] = of(op, stage)
+        found.append(known[key])
+    return _StageTimes(*map(list, zip(*found, strict=True)))
 
 
 def followed(
@@ -238,7 +251,7 @@ def followed(
     walked = _walk(
         nodes, keys, times, held, gathered, lanes, hop, first_gather
     )
-    last = _summed(walked, keys, held, units.reduce, collectives, way)
+    last = _summed(walked, keys, held, units, collectives, way)
     return float(
         last + max(sum(units.update[stage] for stage in mine) for mine in held)
     )
@@ -350,12 +363,15 @@ def _summed(
     walked: _Walked,
     keys: Sequence[_Key],
     held: _Held,
-    sums: Sequence[float],
+    units: _StageUnits,
     collectives: CollectiveTimes,
     way: int,
 ) -> float:
     """The end of the last sum; units are summed in turn after their contributions."""
+    # Sums over replicas that share the lane take their turn in it. Else the last one
+    # follows the last sum over shards.
     replicas = float(collectives.replicas[:, way].min())
+    after = 0.0 if collectives.shares_lane(way) else replicas
     begun = {
         stage: walked.latest[key]
         for key, (kind, stage) in enumerate(keys)
@@ -367,6 +383,6 @@ def _summed(
         # after this one's end.
         taken = 0.0
         for stage in sorted(mine, key=lambda stage: -begun[stage]):
-            taken += sums[stage]
-            last = max(last, begun[stage] + taken + replicas)
+            taken += units.lane[stage]
+            last = max(last, begun[stage] + taken + after)
     return last

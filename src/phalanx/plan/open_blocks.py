@@ -33,14 +33,6 @@ class Moment(NamedTuple):
         return (mine, *self[2:]) > (others, *other[2:])
 
 
-@lru_cache(maxsize=64)
-def rows_of(
-    name: str, pp: int, count: int, chunks: int
-) -> tuple[tuple[Op, ...], ...]:
-    """The operations of each rank in a schedule."""
-    return schedule(name, pp, count, chunks).rows
-
-
 @lru_cache(maxsize=4096)
 def in_flight(
     name: str,
@@ -56,7 +48,7 @@ def in_flight(
     last three are the same, from the point where every stage of the rank has begun a
     gradient.
     """
-    rows, found = rows_of(name, pp, count, chunks), {}
+    rows, found = schedule(name, pp, count, chunks).rows, {}
     for rank in {*ranks}:
         row = (
             _freed_first(rows[rank])

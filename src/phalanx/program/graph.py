@@ -91,12 +91,18 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
                 elif lanes[j] != COMPUTE:
                     first.append(j)
                     waits.append(j)
-            alike = (where,) if where == COMPUTE else (where, COMPUTE)
-            first += [last[each] for each in alike if each in last]
-            first += waited
+            if where in last:
+                first.append(last[where])
+            if where != COMPUTE and COMPUTE in last:
+                first.append(last[COMPUTE])
+            if waited:
+                first += waited
             # A computation has waited for all of these, and later operations wait for
             # the computation.
-            waited = [] if where == COMPUTE else waited + waits
+            if where == COMPUTE:
+                waited = []
+            elif waits:
+                waited = waited + waits
             last[where] = i
             lanes.append(where)
             made.before.append(first)

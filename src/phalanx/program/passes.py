@@ -334,11 +334,10 @@ def _receives(
     """The positions at which a row receives the messages sent to it."""
     before: dict[int, list[Op]] = defaultdict(list)
     computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
-    entries = {
-        op.piece + (1 if up else -1)
-        for (_, up), sent in flows.items()
-        for op in sent
-    }
+    entries: set[int] = set()
+    for (_, up), sent in flows.items():
+        ahead = 1 if up else -1
+        entries |= {piece + ahead for piece in {op.piece for op in sent}}
     at = {op[:3]: i for i, op in enumerate(row) if op.piece in entries}
     for (_, forward), sent in flows.items():
         # From the last send to the first: no receive is later than the one behind it.

@@ -150,7 +150,10 @@ class Program:
         return cls(fixed, Mesh.parse(f"pp{len(fixed)}"))
 
     def with_rows(self, rows: Iterable[Iterable[Op]]) -> Program:
-        return replace(self, rows=tuple(tuple(row) for row in rows))
+        made = replace(self, rows=tuple(tuple(row) for row in rows))
+        # Groups of rows depend on the mesh and the owners alone.
+        made.__dict__["_members"] = self._members
+        return made
 
     def ranks(self, row: int) -> tuple[int, ...]:
         """The ranks that follow a row."""

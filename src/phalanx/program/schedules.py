@@ -8,6 +8,7 @@ is expected.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 
 from ..layout import Layout, choices
@@ -297,10 +298,15 @@ def schedule(
     _possible(name, stages, microbatches, chunks)
     refuse_vast(stages * chunks * microbatches)
     if not own:
-        return Program.pipeline(SCHEDULES[name](stages, microbatches, chunks))
+        return _named(name, stages, microbatches, chunks)
     with running(path, ProgramError):
         rows = own[0](stages, microbatches, chunks)
     return own_schedule(name, rows, stages, microbatches, chunks)
+
+
+@lru_cache(maxsize=64)  # a search asks for few schedules, but often
+def _named(name: str, stages: int, microbatches: int, chunks: int) -> Program:
+    return Program.pipeline(SCHEDULES[name](stages, microbatches, chunks))
 
 
 def refuse_own(layout: Layout) -> None:
