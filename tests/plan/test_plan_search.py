@@ -48,6 +48,7 @@ from phalanx.program import (
     CostedPiece,
     Load,
     MessageLoad,
+    Op,
     PieceCost,
     PieceKinds,
     Product,
@@ -416,6 +417,25 @@ ROUTED = Shape.of({
     "layers": 4, "hidden": 2048, "heads": 16, "vocab": 1000, "ffn": 2048, "experts": 4, "top_k": 2,
     "expert_ffn": 2048, "sequence": 2048,
 })  # fmt: skip
+
+
+def test_bounds_count_the_exchanges_that_a_rank_waits_for() -> None:
+    shape = replace(ROUTED, experts=16)
+    asked = request_for(shape, hardware("h100x16"), batch=64)
+    space, pricer = Space(asked, recomputes=("none",)), Pricer(asked)
+    screened = Screened(space, pricer)
+    text = "ep16 zero1 accum:2 bf16"
+    i = next(
+        i for i in range(len(screened)) if str(screened.layout(i)) == text
+    )
+    screened.costs(i)
+    costs = pricer.costs(screened.layout(i))
+    # Four blocks, two microbatches, two exchanges each in forward and backward.
+    experts = 2
+    exchanged = costs.of(Op(ops.EXCHANGE, experts), 0)
+    found = pricer.choose(screened.layout(i))
+    assert 4 * 2 * 4 * exchanged > 0.1 * found.step
+    assert 0.98 * found.step < screened.step[i] <= found.step
 
 
 def test_bounds_hold_where_tokens_travel_beside_computing() -> None:

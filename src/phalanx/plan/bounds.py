@@ -39,7 +39,7 @@ from .case import ranks_of
 from .hardware import SLOWED
 from .open_blocks import in_flight
 from .piece_price import OpTime, PieceTimes
-from .price import Units
+from .price import Units, exchange_seconds
 from .space import (
     ORDERS,
     Grid,
@@ -50,7 +50,7 @@ from .space import (
     Zero,
     blocks_of,
 )
-from .step import Pricer, joint_lanes
+from .step import Pricer, Request, joint_lanes
 
 Array = NDArray[np.float64]
 
@@ -125,7 +125,10 @@ _HELD = (
     "kept", "kept_after_i", "temporary", "input", "selected", "repeated",
     "weights", "frozen", "experts",
 )  # fmt: skip
-_PLACE = {name: place for place, name in enumerate((*_SECONDS, *_HELD))}
+_SENT = (
+    "exchanged"  # bytes of one exchange of tokens between ranks with experts
+)
+_PLACE = {name: place for place, name in enumerate((*_SECONDS, *_HELD, _SENT))}
 
 
 class _Source(NamedTuple):
@@ -241,7 +244,43 @@ def _numbers(piece: PieceTimes) -> list[float]:
         repeated if name == "repeated" else float(getattr(cost, name))
         for name in _HELD
     ]
-    return seconds + held
+    return [*seconds, *held, exchanged_bytes(piece)]
+
+
+def exchanged_bytes(piece: PieceTimes) -> float:
+    """Bytes of one exchange of a block's tokens; 0 if they stay on their rank."""
+    # The experts are the second of three pieces.
+    return piece.parts[1].cost.edge if piece.parts else 0.0
+
+
+class Exchanges(NamedTuple):
+    """Seconds of a block's exchanges of tokens, in a forward and in a backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+def exchanges(
+    layout: Layout, request: Request, edge: float, beside: float
+) -> Exchanges:
+    """A lower bound of what a block's exchanges of tokens add to its computation.
+
+    A forward counts tokens, sends them, and gets them back; a backward sends both
+    gradients. `beside` is recomputation that may run meanwhile.
+    """
+    if not edge or layout.expert_ranks == 1:
+        return Exchanges()
+    routes, exchanged = exchange_seconds(
+        layout, request.shape.experts, request.hardware, edge
+    )
+    # Where pieces are frozen, some gradients need not be sent.
+    back = 0.0 if request.shape.frozen else max(0.0, 2 * exchanged - beside)
+    return Exchanges(routes + 2 * exchanged, back)
+
+
+def waits_for_tokens(pipe: Pipeline) -> bool:
+    """True if nothing is computed while tokens travel."""
+    return not (pipe.overlap or traits(pipe.schedule).forward_first)
 
 
 class _Numbers:
@@ -314,6 +353,30 @@ class _Numbers:
         self.segment = of_inners(segment_blocks)
         self.whole = repeats > 0
         self.layers = [float(self.kinds.count(kind)) for kind in blocks]
+        self.exchanges = [
+            self._exchanges(least.space, options, table[:, 0, :, 0, kind])
+            for kind in blocks
+        ]
+
+    def _exchanges(
+        self, space: Space, options: Options, table: Array
+    ) -> tuple[Array, Array]:
+        """Seconds of a kind of block's exchanges, forward and backward, like `forward`."""
+        edges = table[..., _PLACE[_SENT]]
+        found = np.zeros((2, *edges.shape))
+        if edges.any():
+            repeated = table[..., _PLACE["recompute"]]
+            for q, inner in enumerate(options.inners):
+                layout = space.layout(options, 0, 0, 0, q)
+                # A block that is recomputed whole is so before its gradient is sent.
+                part = inner.recompute == "selective"
+                for c, edge in enumerate(edges[:, q]):
+                    beside = float(repeated[c, q]) * part
+                    found[:, c, q] = exchanges(
+                        layout, space.request, float(edge), beside
+                    )
+        forward, backward = found[:, :, None, :, None]
+        return forward, backward
 
 
 def _lowest(each: Iterable[Array]) -> Array:
@@ -433,16 +496,29 @@ def _time(
     work = work + stages.embed * embed + stages.head * head
     lost = _lost(space, options, numbers, collectives, counts, split=split)
     work = work + _total(stages.blocks, lost)
+    # The rank waits for tokens, unless the tokens of another microbatch are computed.
+    sent, returned = zip(*numbers.exchanges, strict=True)
+    waits = np.array([waits_for_tokens(pipe) for pipe in pipes])
+    moved = [sum(each) for each in numbers.exchanges]
+    work = work + waits[:, None, None] * _total(stages.blocks, moved)
     # If steps roll, no stage waits for others to begin or to end.
     no_step_barrier = space.request.profile.no_step_barrier
     later = ((sum(stages.before) > 0) | (stages.embed == 0)) & (
         not no_step_barrier
     )
     begin = np.where(
-        later, embed_forward + _total(stages.before, forwards), 0.0
+        later,
+        embed_forward
+        + _total(stages.before, forwards)
+        + _total(stages.before, sent),
+        0.0,
     )
     end = np.where(
-        later, embed_backward + _total(stages.before, backwards), 0.0
+        later,
+        embed_backward
+        + _total(stages.before, backwards)
+        + _total(stages.before, returned),
+        0.0,
     )
     # A split backward may end in a weight gradient, which no earlier stage
     # waits for: no way back.

@@ -16,15 +16,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Shape
-from ..layout.choices import traits
 from ..program import ops, schedule
 from .bounds import (
     Array,
     CollectiveTimes,
+    Exchanges,
     beside_computing,
     blocks_of_pipeline,
+    exchanged_bytes,
+    exchanges,
     kinds_of_stages,
     segment_blocks,
+    waits_for_tokens,
 )
 from .case import ranks_of
 from .hardware import lost_beside
@@ -137,6 +140,7 @@ class _StageTimes(NamedTuple):
 def _stage_times(
     times: KindTimes,
     messages: Sequence[tuple[Array | float, Array | float]],
+    tokens: Sequence[Exchanges],
     keys: Sequence[_Key],
     stages: _FollowedStages,
     inner: Inner,
@@ -169,7 +173,14 @@ def _stage_times(
         held = stages.counts[stage].items()
         seconds = sum(number * computed[kind][op] for kind, number in held)
         repeated = 0.0
+        if op == ops.FORWARD:
+            seconds += sum(
+                number * tokens[kind].forward for kind, number in held
+            )
         if op in ops.PROPAGATES:
+            seconds += sum(
+                number * tokens[kind].backward for kind, number in held
+            )
             # A segment with the head is not recomputed, as it has just been computed.
             repeated = sum(number * recompute[kind] for kind, number in held)
             repeated = max(0.0, repeated - (stage == final) * segment)
@@ -226,7 +237,17 @@ def followed(
         else beside_computing(space, zero, collectives, way, kind, count)
         for kind in range(len(pieces.values))
     ]
-    times = _stage_times(pieces, messages, keys, stages, inner)
+    part = inner.recompute == "selective"
+    tokens = [
+        exchanges(
+            layout,
+            request,
+            exchanged_bytes(piece),
+            piece.recompute.total * part,
+        )
+        for piece in pieces.values
+    ]
+    times = _stage_times(pieces, messages, tokens, keys, stages, inner)
     far = distance(layout, "pp")
     hop = request.hardware.network.seconds(
         "send", pieces[1].cost.edge, pp, far
@@ -261,7 +282,7 @@ def _looked_at(space: Space, pipe: Pipeline, pp: int, count: int) -> bool:
     """True if schedules like this one are followed."""
     request = space.request
     other = request.profile.no_step_barrier or request.hardware.cores
-    other = other or pipe.overlap or traits(pipe.schedule).forward_first
+    other = other or not waits_for_tokens(pipe)
     # Three operations for each microbatch and virtual stage: F, I and W.
     return pp > 1 and not other and 3 * pp * pipe.chunks * count <= _NODES
 

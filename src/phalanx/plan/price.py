@@ -77,6 +77,27 @@ def nearest(layout: Layout, *, experts: bool = False) -> int:
     )
 
 
+def exchange_seconds(
+    layout: Layout, experts: int, hardware: Hardware, edge: float
+) -> tuple[float, float]:
+    """Seconds of counting tokens for each expert, and of an exchange of `edge` bytes."""
+    # The distance along the nearest of those axes.
+    near = min(
+        (
+            distance(layout, axis)
+            for axis in layout.expert_axes
+            if layout.mesh.of(axis) > 1
+        ),
+        default=1,
+    )
+    # The first message has one count for each expert.
+    routes, exchanged = (
+        hardware.network.seconds("all_to_all", sent, layout.expert_ranks, near)
+        for sent in (_NUMBER * experts, edge)
+    )
+    return routes / hardware.crowding, exchanged / hardware.crowding
+
+
 class UnitTimes(NamedTuple):
     """Seconds of the collectives over one unit, and of its update."""
 
@@ -344,27 +365,15 @@ class Priced:
             pieces[ops.UPDATE, n] += took.update
             pieces[ops.TO_OWNERS, n] = took.to_owners * alone
             pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
-        # The distance along the nearest of those axes.
-        near = min(
-            (distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1),
-            default=1,
-        )
         for n in self.staged.experts:
-            routes = network(
-                # The message has one count for each expert.
-                "all_to_all",
-                _NUMBER * shape.experts,
-                x.expert_ranks,
-                near,
-            )
-            pieces[ops.COUNT_ROUTES, n] = routes * alone
             # Tokens that arrive at the experts go back: a busy rank sends back more
             # than its own.
             edge = self.pieces[n].times.cost.edge
-            # Dispatch to the experts, and combination in the piece after them.
-            exchanged = (
-                network("all_to_all", edge, x.expert_ranks, near) * alone
+            routes, exchanged = exchange_seconds(
+                x, shape.experts, hardware, edge
             )
+            pieces[ops.COUNT_ROUTES, n] = routes
+            # Dispatch to the experts, and combination in the piece after them.
             for to in (n, n + 1):
                 pieces[ops.EXCHANGE, to] = pieces[
                     ops.EXCHANGE_GRADIENT, to
