@@ -87,6 +87,20 @@ def covering_list(shape: Shape) -> tuple[Layout, ...]:
     return tuple(found)
 
 
+def piece_of_list(shape: Shape, number: int, pieces: int) -> list[Layout]:
+    """One of several pieces of the list, each with layouts that are computed alike.
+
+    Layouts with the same microbatches and parts are compared with the same process.
+    """
+
+    def alone(x: Layout) -> tuple[int, ...]:
+        return x.exact, x.time_parts, x.data * x.microbatches
+
+    layouts = sorted(covering_list(shape), key=alone)
+    size = -(-len(layouts) // pieces)
+    return layouts[number * size : (number + 1) * size]
+
+
 def _extended(
     chosen: tuple[Choice, ...], missing: set[frozenset[Choice]], shape: Shape
 ) -> tuple[Choice, ...]:

@@ -102,7 +102,9 @@ def test_the_layouts_with_parts_to_compare_have_tp_and_seq() -> None:
     ("text", "sizes", "what"),
     [
         ("dp2 ep2 exact", {}, ""),
-        ("tp2 exact:2", {"vocab": 40}, "does not cover experts in parts"),
+        ("tp2 exact:2", {"vocab": 40}, ""),
+        ("exact:4", {"vocab": 40, "expert_ffn": 10}, "divide expert_ffn=10"),
+        ("cp2 ep2 exact:1x2", {}, ""),
         ("dp2 exact", {"batch_loss": 0.1}, "batch_loss counts the choices"),
         ("exact", {"batch_loss": 0.1}, ""),
     ],

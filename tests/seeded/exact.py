@@ -14,10 +14,11 @@ import torch
 
 from phalanx.layout import Layout, LayoutError, Mesh
 from phalanx.layout.choices import BF16
-from phalanx.layout.exact import NOT_MATRICES, exact_batch, folded
+from phalanx.layout.exact import exact_batch, folded
 from phalanx.layout.legal import legal
 from phalanx.layout.shape import Shape
-from phalanx.parallel import batch, context, exact, parts
+from phalanx.models import Router
+from phalanx.parallel import batch, context, exact, parts, tensor
 from phalanx.parallel.context import TimePartsCore
 from phalanx.parallel.exact import ExactUnit
 from phalanx.parallel.parts import Shared
@@ -25,7 +26,6 @@ from phalanx.program import Op, ops
 from phalanx.train.executor import Executor
 from phalanx.verify import SHAPES
 from phalanx.verify.exact import verify_exact
-from phalanx.verify.optimizers import OPTIMIZERS
 
 from .fault import Fault, Patch, swapped
 from .late import used_at_once
@@ -104,6 +104,21 @@ def _own_parts_alone() -> AbstractContextManager[None]:
         return right(replace(self, group=None))
 
     return swapped(Shared, "values", values)
+
+
+def _routers_own_counts() -> AbstractContextManager[None]:
+    right = Shared.values
+
+    def values(self: Shared) -> Any:
+        counts = isinstance(self.module, Router) and self.key == "bias"
+        return right(replace(self, group=None) if counts else self)
+
+    return swapped(Shared, "values", values)
+
+
+def _tokens_of_one_part() -> AbstractContextManager[None]:
+    """Let an expert's tokens have the gradient of a rank's parts alone."""
+    return swapped(tensor, "_copied", lambda group, x: x)
 
 
 def _attending(
@@ -196,6 +211,11 @@ INSTEAD: dict[str, Patch] = {
     "seq: norm gradients are not summed over tp": _own_parts_alone,
     "q and k norms: gradients of other heads are missing": _own_parts_alone,
     "replicated k and v: gradients of other heads are missing": _own_parts_alone,
+    "tp: gradients of latents cover only a rank's heads": _own_parts_alone,
+    "seq: token counts are not summed over tp": _routers_own_counts,
+    "tp: a gate's gradient covers only a part of each expert": (
+        _tokens_of_one_part
+    ),
     "a step of the ring is skipped": lambda: _attending(_first_keys_skipped),
     "the causal block of the ring is not masked": (
         lambda: _attending(_later_keys_seen)
@@ -265,8 +285,6 @@ def exact_layout(fault: Fault) -> Layout:
     microbatches of a rank that shares the batch with others are no subtree; it gets
     four.
     """
-    if OPTIMIZERS[fault.optimizer].whole_matrices:
-        raise LayoutError(NOT_MATRICES)
     if set(fault.dtypes) == {"float16"}:
         raise LayoutError("exact does not cover float16")
     if fault.name in NOT_RUN:

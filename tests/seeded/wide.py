@@ -70,9 +70,9 @@ _enter(
 )  # fmt: skip
 _enter(
     "experts' results are merged in 16 bits",
-    "experts", "dp2", (experts.Merge, "forward"),
+    "experts", "dp2", (experts.Merge, "weighted"),
     "gates.unsqueeze(-1)", "gates.to(y.dtype).unsqueeze(-1)",
-    "models/experts.py: Merge.forward computes mul",
+    "models/experts.py: Merge.weighted computes mul",
 )  # fmt: skip
 _enter(
     "rope angles are in 16 bits",

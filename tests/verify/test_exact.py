@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,22 +10,28 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Work
-from phalanx.layout import Layout
+from phalanx.layout import Layout, Shape
 from phalanx.layout.cases import SHAPES, covering, exact_layouts
 from phalanx.layout.choices import BF16, FP16, FP32
 from phalanx.models import ExpertProducts
 from phalanx.models.decoder import Mlp
+from phalanx.parallel import build_model
 from phalanx.parallel import exact as units
 from phalanx.parallel.exact import ExactUnit
 from phalanx.parallel.local import ExactPlace
-from phalanx.train import totals
+from phalanx.train import muon, totals
+from phalanx.train.precision import precision_of
 from phalanx.train.totals import (
     ExactTotals,
     squares_by_exponent,
     sum_in_tree,
     sum_of_limbs,
 )
+from phalanx.verify.cases import trial_batch
 from phalanx.verify.exact import verify_exact
+from phalanx.verify.replay import replay, rounding_of
+from phalanx.verify.trial import Setting, join, program_in, train_layout
+from phalanx.verify.verify import worlds_over
 from seeded import FAULTS
 from seeded.exact import catch_exactly
 
@@ -35,13 +42,17 @@ FEW = {
 }
 
 
+WHOLE = Shape(
+    "whole", layers=1, hidden=8, heads=2, ffn=12, vocab=16, sequence=6
+)
+
+
 def differences(
-    model: str, text: str, *precisions: str, **terms: Any
+    model: str | Shape, text: str, *precisions: str, **terms: Any
 ) -> list[str]:
     layouts = Layout.parse_many(text)
-    verdicts = verify_exact(
-        SHAPES[model], layouts, precisions=precisions, **terms
-    )
+    shape = SHAPES[model] if isinstance(model, str) else model
+    verdicts = verify_exact(shape, layouts, precisions=precisions, **terms)
     return [v.first_difference for v in verdicts if not v.passed]
 
 
@@ -131,9 +142,69 @@ def test_processes_have_the_bits_of_one_process(backend: str) -> None:
     assert not differences("gqa", text, FP32, BF16, backend=backend)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+def test_optimizers_of_whole_matrices_have_the_bits_of_one_process(
+    optimizer: str,
+) -> None:
+    """Two owners share the matrices, which one process has all."""
+    text = "dp2 zero1 exact"
+    assert not differences(WHOLE, text, FP32, steps=2, optimizer=optimizer)
+
+
 @pytest.mark.slow
-def test_updates_of_blocks_with_experts_may_round_as_gradients_do() -> None:
-    # Adam's update of wv differs by more units in the last place than its gradient.
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("gqa", "dp2x2 zero3 accum:2 exact; dp2 pp2 zb-h1:2 zero2 exact"),
+        ("gpt", "dp2 cp2 zero1 exact:1x2; cp2:ulysses exact:1x2"),
+        ("experts", "dp2 ep2 zero2 offload:optimizer exact"),
+    ],
+)
+def test_more_layouts_of_such_optimizers_have_them_too(
+    model: str, text: str, optimizer: str
+) -> None:
+    assert not differences(model, text, FP32, BF16, optimizer=optimizer)
+
+
+def test_a_batched_product_of_an_owners_matrices_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The batch of an owner would depend on the number of owners."""
+    right = muon.orthogonalized
+
+    def of_all(x: Tensor) -> Tensor:
+        return right(x) * (1.0 + len(x) * 2.0**-20)
+
+    monkeypatch.setattr(muon, "orthogonalized", of_all)
+    monkeypatch.setattr(muon, "ExactUnit", type(None))
+    (found,) = differences(WHOLE, "dp2 zero1 exact", FP32, optimizer="muon")
+    assert found == "step 0: layers.0.attn.wo.weight after its update (U)"
+
+
+@pytest.mark.parametrize("model", ["latent", "experts"])
+def test_a_replay_of_16_bits_has_the_gradients_of_one_process(
+    model: str,
+) -> None:
+    """Also where a router has losses: its logits have one gradient."""
+    shape = replace(SHAPES[model], batch=4)
+    make = partial(build_model, shape)
+    layout = Layout.parse("accum:2 bf16 exact")
+    batches = partial(trial_batch, shape, dtype=torch.bfloat16)
+    setting = Setting(batches, steps=1, precision=precision_of(BF16))
+    program = program_in(layout, make, setting)
+    with worlds_over("threads")(1) as run:
+        seen = run(train_layout, layout, program, make, setting)
+    found = join(seen, 1).steps[0].gradients
+    known = replay(make, setting, rounding_of(layout)).steps[0].gradients
+    other = [n for n in known if not torch.equal(found[n], known[n])]
+    assert not other
+
+
+@pytest.mark.slow
+def test_layouts_of_routers_with_losses_are_within_the_bounds_of_rounding() -> (
+    None
+):
     text = "dp2x2 zero3 accum:2 exact"
     assert not differences("ahead", text, BF16, steps=1, packed=True)
 
@@ -194,12 +265,15 @@ def test_products_of_all_senders_at_once_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def at_once(
-        self: ExpertProducts, tokens: torch.Tensor, counts: torch.Tensor
+        self: ExpertProducts,
+        tokens: torch.Tensor,
+        counts: torch.Tensor,
+        weights: Any,
     ) -> torch.Tensor:
-        monkeypatch.setattr(self, "weight_of_sender", None)
+        monkeypatch.setattr(self, "weight_of_run", None)
         return self.on_runs(tokens, counts)
 
-    monkeypatch.setattr(ExpertProducts, "_sender_by_sender", at_once)
+    monkeypatch.setattr(ExpertProducts, "on_each", at_once)
     (found,) = differences("experts", "ep3 exact", FP32)
     assert found.startswith("step 0: the output of layers.")
 

@@ -8,6 +8,7 @@ along tp.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -240,8 +241,11 @@ def into(
             if name == HIDDEN and name in comes
         }
         return {"x": edge, **beside}
-    # Counts become routes on the way: (senders, experts), here with one sender.
-    comes = {**comes, "routes": ((1, *comes["counts"][0]), torch.long)}
+    # Counts become routes on the way: (runs, experts), here of one sender.
+    if "counts" in comes:
+        *times, experts = comes["counts"][0]
+        routes = torch.Size((math.prod(times), experts))
+        comes = {**comes, "routes": (routes, torch.long)}
     return {name: comes[name] for name in piece.takes if name in comes}
 
 

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 
 EXACT = "exact"  # the word of a layout
 COVERED = (FP32, BF16, FP16)
-NOT_MATRICES = (
-    "exact does not cover optimizers of whole matrices yet: their products have not been"
-    " compared bit by bit. Use adamw or sgd."
-)
-EXPERTS_IN_PARTS = (
-    "exact does not cover experts in parts yet: their products have not been compared"
-    " with those of tp. Use exact, without tp."
-)
 
 
 def folded(parts: int) -> list[int]:
@@ -101,11 +93,6 @@ def _unsplit_time(x: Layout) -> list[str]:
     names = [axis.name for axis in x.mesh.axes]
     if x.dp > 1 and cp > 1 and names.index("cp") < names.index("dp"):
         return ["exact with cp before dp: write dp before cp"]
-    if parts > 1 and x.ep > 1:
-        return [
-            "exact does not cover cp with ep yet: an expert's tokens of one run come from"
-            " several ranks. Use dp with ep, or cp without"
-        ]
     return []
 
 
@@ -114,7 +101,7 @@ def _shared_experts(x: Layout) -> list[str]:
     if others := [axis for axis in x.experts if axis != "ep"]:
         words = f"experts:{','.join(others)}"
         return [
-            f"exact does not cover {words} yet: an expert's tokens of one microbatch come"
+            f"exact does not cover {words} yet: an expert's tokens of one sequence come"
             " from several ranks. Use ep"
         ]
     names = [axis.name for axis in x.mesh.axes]
@@ -209,7 +196,6 @@ def uncut_time(x: Layout, s: Shape) -> tuple[str, str] | None:
     if x.time_parts == 1:
         return None
     uncompared = {
-        "experts": s.experts,
         "the mlp": s.kind == "mlp",
         **_adapted(s),
         "sinks": s.sinks,
@@ -256,6 +242,8 @@ def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
 def _uneven_sizes(s: Shape, parts: int) -> dict[str, int]:
     """The sizes of a model that so many parts do not divide, by name."""
     sizes = {"heads": s.heads, "ffn": s.ffn, "vocab": s.vocab}
+    if s.experts:
+        sizes["expert_ffn"] = s.expert_ffn
     uneven = {name: size for name, size in sizes.items() if size % parts}
     # Key heads may also be repeated, if there are fewer of them than parts.
     if not uneven and s.kv_heads % parts and parts % s.kv_heads:

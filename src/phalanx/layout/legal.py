@@ -13,7 +13,6 @@ from typing import Any
 
 from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
 from .exact import (
-    EXPERTS_IN_PARTS,
     no_subtree,
     split_heads,
     uncut_time,
@@ -218,8 +217,6 @@ def _exact(
 ) -> Iterator[Violation]:
     if not x.exact:
         return
-    if s.experts and x.exact > 1:
-        yield Violation("exact", EXPERTS_IN_PARTS, "Leave tp out.")
     if s.batch_loss and x.data > 1:
         what = "exact: batch_loss counts the choices of all ranks' microbatches, so one"
         what += (

@@ -270,8 +270,8 @@ def loss_router(piece: nn.Module) -> Router | None:
     return router
 
 
-def _inverse(order: Tensor) -> Tensor:
-    # The inverse permutation of `order` (n).
+def inverse(order: Tensor) -> Tensor:
+    """The inverse permutation of `order` (n)."""
     return torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device)
     )
@@ -292,7 +292,7 @@ class _Ordered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (order,) = ctx.saved_tensors
-        return gradient.index_select(0, _inverse(order)), None
+        return gradient.index_select(0, inverse(order)), None
 
 
 class _Repeated(torch.autograd.Function):
@@ -313,13 +313,14 @@ class _Repeated(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         # (rows * times, hidden), the copies of a row side by side
-        copies = gradient.index_select(0, _inverse(order))
+        copies = gradient.index_select(0, inverse(order))
         # (rows, times, hidden)
         of_rows = copies.view(-1, ctx.times, copies.shape[-1])
         return of_rows.sum(1), None, None
 
 
-def _ordered(x: Tensor, order: Tensor) -> Tensor:
+def ordered(x: Tensor, order: Tensor) -> Tensor:
+    """The rows of x, permuted by `order`."""
     y: Tensor = _Ordered.apply(x, order)  # type: ignore[no-untyped-call]
     return y
 
@@ -348,8 +349,12 @@ class Merge(nn.Module):
     """Merges experts' results: restores order, multiplies by the gates, and sums."""
 
     def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
+        return self.weighted(ordered(y, inverse(order)), gates)
+
+    def weighted(self, y: Tensor, gates: Tensor) -> Tensor:
+        """The sum of each token's results y (n, hidden), multiplied by its gates."""
         # each: (B, T, top_k, hidden)
-        each = _ordered(y, _inverse(order)).view(*gates.shape, y.shape[-1])
+        each = y.view(*gates.shape, y.shape[-1])
         # Gates are float32 or wider, so products and sum are too: one rounding.
         # (B, T, hidden)
         weighted = each * gates.unsqueeze(-1)
@@ -389,11 +394,9 @@ class ExpertProducts(nn.Module):
         self.product: Callable[[Tensor, Any, Tensor | None], Tensor] = F.linear
         self.each_expert: Callable[[Tensor], Sequence[Any]] = _unbound
         self.grouped_kernels = True
-        # With it, the tokens of each sender are multiplied apart. It gives the weight
-        # of a name for a sender, whose gradient is kept apart too.
-        self.weight_of_sender: Callable[[str, Tensor, int], Tensor] | None = (
-            None
-        )
+        # With it, the tokens of each run are multiplied apart. It gives the weight of a
+        # name for a run, whose gradient is kept apart too.
+        self.weight_of_run: Callable[[str, Tensor, int], Tensor] | None = None
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
@@ -408,14 +411,14 @@ class ExpertProducts(nn.Module):
             nn.Parameter(torch.empty(experts, hidden)) if biases else None
         )
 
-    def weights(self, sender: int | None = None) -> ExpertWeights:
-        """The weights, and the biases as this rank adds them, for one sender or all."""
+    def weights(self, run: int | None = None) -> ExpertWeights:
+        """The weights, and the biases as this rank adds them, for one run or all."""
         weights: dict[str, Any] = {}
         for name in ExpertWeights._fields:
             weight = getattr(self, name)
-            if sender is not None and weight is not None:
-                assert self.weight_of_sender is not None
-                weight = self.weight_of_sender(name, weight, sender)
+            if run is not None and weight is not None:
+                assert self.weight_of_run is not None
+                weight = self.weight_of_run(name, weight, run)
             weights[name] = weight
         if self.down_bias is not None and self.ranks > 1:
             share: Any = _Share.apply
@@ -423,13 +426,15 @@ class ExpertProducts(nn.Module):
         return ExpertWeights(**weights)
 
     def on_runs(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Apply experts to tokens that arrive in one run per sender, sorted by expert.
+        """Apply experts to tokens that arrive in runs, each sorted by expert.
 
-        `counts` (senders, experts) are the tokens sent. Results keep the order of
-        `tokens` (n, hidden).
+        There is a run for each sender; with parts of time, one for each of its parts.
+        `counts` (runs, experts) are the tokens sent. Results keep the order of `tokens`
+        (n, hidden).
         """
-        if self.weight_of_sender is not None:
-            return self._sender_by_sender(tokens, counts)
+        if self.weight_of_run is not None:
+            own = [self.weights(run) for run in range(len(counts))]
+            return self.on_each(tokens, counts, own)
         expert = torch.arange(counts.shape[1], device=counts.device).repeat(
             counts.shape[0]
         )
@@ -437,22 +442,28 @@ class ExpertProducts(nn.Module):
         runs = expert.repeat_interleave(
             counts.flatten(), output_size=len(tokens)
         )
-        # One run per expert, not per sender and expert: fewer, larger matmuls.
+        # One run per expert, not per run and expert: fewer, larger matmuls.
         order = runs.argsort(stable=True)
-        y = self.on_sorted(_ordered(tokens, order), counts.sum(0))
-        return _ordered(y, _inverse(order))
+        y = self.on_sorted(ordered(tokens, order), counts.sum(0))
+        return ordered(y, inverse(order))
 
-    def _sender_by_sender(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Apply experts to the tokens of each sender apart: see `on_runs`."""
+    def on_each(
+        self,
+        tokens: Tensor,
+        counts: Tensor,
+        weights: Sequence[ExpertWeights],
+    ) -> Tensor:
+        """Apply experts to each run of tokens apart, with weights for each."""
         if tokens.is_meta:
-            # One sender's share of the tokens cannot be known: all at once.
-            return self._as_if_even(tokens, self.weights())
+            # One run's share of the tokens cannot be known: all at once.
+            return self._as_if_even(tokens, weights[0])
         runs = torch.split(tokens, counts.sum(1).tolist())
-        found = [
-            self.on_sorted(run, counts[sender], self.weights(sender))
-            for sender, run in enumerate(runs)
-        ]
-        return torch.cat(found)
+        three = zip(runs, counts, weights, strict=True)
+        return torch.cat([self.on_sorted(*each) for each in three])
+
+    def on_own(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Apply experts to this rank's own tokens, sorted by expert."""
+        return self.on_sorted(tokens, counts)
 
     def on_sorted(
         self,
@@ -558,7 +569,7 @@ class ExpertMlps(ExpertProducts):
     def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """Route x (B, T, hidden) to `chosen` with `gates`, both (B, T, top_k)."""
         tokens, gates, order, counts = self.spread(x, gates, chosen)
-        y: Tensor = self.merge(self.on_sorted(tokens, counts), gates, order)
+        y: Tensor = self.merge(self.on_own(tokens, counts), gates, order)
         return y
 
     def products(self) -> ExpertProducts:

@@ -12,6 +12,7 @@ A leaf may have several slots, and a sum of the tree adds those of the same numb
   each other before a sum is exchanged.
 - With parts of time (`time_parts.py`) each part has a slot. All of them are exchanged,
   and the owner of an element first adds those of the same part of time, then the parts.
+  Experts then have a slot for each part of time of each sender.
 
 Every weight begins at a multiple of `ALIGNED` elements, as does every shard. Kernels
 that update a run of weights round the last elements of a run, which fill no vector,
@@ -226,13 +227,14 @@ class ExactUnit(Unit):
         return ChainedWork(work, lambda: self._parts_came(sent, received))
 
     def _over_senders(self, every: Tensor) -> Tensor:
-        """The slots of all senders, added in the tree."""
+        """The slots of all senders, those of one part of time added in the tree."""
         if self.senders == 1:
             return every
-        slots = every.view(self.senders, self.numel)
+        size = self.times * self.numel
+        slots = every.view(self.senders, size)
         for into, term in merges(self.senders):
             slots[into] += slots[term]
-        full = self.pool.take(self.numel, self.precision.reduce)
+        full = self.pool.take(size, self.precision.reduce)
         full.copy_(slots[0])
         self.pool.give(every)
         return full

@@ -82,6 +82,17 @@ class Choices:
         )
 
 
+def in_runs(counts: Tensor, ranks: int) -> Tensor:
+    """Counts ((parts of time,) experts) by rank: (ranks, parts of time, its experts).
+
+    Every rank has as many experts as the first; behind the last are zeros.
+    """
+    experts = counts.shape[-1]
+    each = -(-experts // ranks)
+    padded = F.pad(counts, (0, each * ranks - experts))
+    return padded.view(-1, ranks, each).transpose(0, 1).contiguous()
+
+
 class Routes(NamedTuple):
     """The number of tokens that this rank sends to each rank of ep, and receives."""
 
@@ -109,20 +120,18 @@ class Exchange:
     ) -> Work:
         """Exchange counts of tokens: each rank learns those for its experts.
 
-        Every rank has as many experts as the first; the last ranks may have fewer.
-        """
+        Counts are (experts), or (parts of time, experts), and arrive in runs."""
         counts, size = bundle.pop("counts"), self.counts.size
-        # One rank holds all experts: a single run of tokens, and nothing to send.
+        # One rank holds all experts: nothing to send.
         if size == 1:
-            bundle["routes"] = counts.view(1, -1)
+            bundle["routes"] = counts.view(-1, counts.shape[-1])
             return Work()
-        each = -(-len(counts) // size)
-        # (ranks, experts of a rank): to send
-        ours = F.pad(counts, (0, each * size - len(counts))).view(size, each)
-        # (ranks, experts of this rank): the counts that arrive
+        # (ranks, parts of time, experts of a rank): to send
+        ours = in_runs(counts, size)
+        # (ranks, parts of time, experts of this rank): the counts that arrive
         theirs = torch.empty_like(ours)
         self.pending_counts[piece, microbatch] = ours, theirs
-        bundle["routes"] = theirs
+        bundle["routes"] = theirs.flatten(0, 1)
         return self.counts.all_to_all(theirs, ours, wait=False)
 
     def begin(
@@ -137,7 +146,9 @@ class Exchange:
         if pending_counts := self.pending_counts.pop(key, None):
             # One read for both: the host waits here until the device has the counts.
             # both: (2, ranks), the tokens sent to each rank and received from it
-            both = torch.stack([counts.sum(1) for counts in pending_counts])
+            both = torch.stack(
+                [counts.sum((1, 2)) for counts in pending_counts]
+            )
             self.routes[key] = Routes(*both.tolist())
         sends, takes = self.routes[key]
         if (piece in self.experts) == gradient:  # home from the experts

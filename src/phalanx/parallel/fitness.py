@@ -18,7 +18,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..layout import Layout, LayoutError
 from ..layout.adapters import ADAPTER_NAMES
 from ..layout.exact import (
-    EXPERTS_IN_PARTS,
     exact_word,
     no_subtree,
     split_heads,
@@ -28,7 +27,14 @@ from ..layout.exact import (
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, AdaptedLinear, Core, ExpertProducts
 from ..models.adapters import ADAPTERS
-from ..models.decoder import Block
+from ..models.decoder import (
+    Block,
+    BlockWithLosses,
+    ExpertBlock,
+    ExpertsPart,
+    MergingPart,
+    RoutingPart,
+)
 from ..models.ends import Embed, Head
 from ..models.loss import CrossEntropy
 from ..models.mixers import KINDS
@@ -90,9 +96,7 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
         wrong += _uncut(model)
     if apart := no_subtree(layout):
         wrong.append(" ".join(apart))
-    if layout.exact > 1 and _has_experts(model):
-        wrong.append(EXPERTS_IN_PARTS)
-    elif layout.exact > 1 or layout.time_parts > 1:
+    if layout.exact > 1 or layout.time_parts > 1:
         wrong += _without_parts(model, layout)
     noisy: list[str] = []
     for prefix, piece in model.pieces:
@@ -113,14 +117,10 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
     return tuple(dict.fromkeys(wrong))
 
 
-def _has_experts(model: Model) -> bool:
-    every = (module for _, piece in model.pieces for module in piece.modules())
-    return any(isinstance(module, ExpertProducts) for module in every)
-
-
 def _without_parts(model: Model, layout: Layout) -> Iterator[str]:
     """Modules and sizes whose products have not been compared in parts."""
-    covered = Embed, Block, Head
+    parts = BlockWithLosses, RoutingPart, ExpertsPart, MergingPart
+    covered = Embed, Block, ExpertBlock, *parts, Head
     for name, piece in model.pieces:
         adapted = any(isinstance(m, AdaptedLinear) for m in piece.modules())
         kind = ADAPTER_NAMES if adapted else type(piece).__name__

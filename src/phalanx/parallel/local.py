@@ -446,6 +446,7 @@ def _piece(
         offloads=role.offloads,
         compiled=compiled,
         time_parts=own_time_parts(layout),
+        expert_ranks=layout.expert_ranks,
     )
 
 

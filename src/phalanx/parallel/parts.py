@@ -167,6 +167,13 @@ def parts_of_time(x: Tensor, count: int) -> tuple[Tensor, ...]:
     return parts
 
 
+def parts_of(x: Any, count: int) -> Sequence[Any]:
+    """Equal parts of time of a tensor (B, T, ...); anything else is in all parts."""
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return [x] * count
+    return parts_of_time(x, count)
+
+
 def join_time(parts: Sequence[Tensor]) -> Tensor:
     """Parts of time, joined again."""
     x: Tensor = _JoinTime.apply(*parts)  # type: ignore[no-untyped-call]
@@ -291,10 +298,14 @@ class OverTime:
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         inputs = parts_of_time(x, self.count)
+        return join_time(self.each([(part, *args) for part in inputs]))
+
+    def each(self, inputs: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The results of the module on the arguments of each chunk."""
         by_part = [shared.values() for shared in self.shared]
         tables: list[Any] = [each.module._parameters for each in self.shared]
-        found: list[Tensor] = []
-        for number, part in enumerate(inputs):
+        found: list[Any] = []
+        for number, args in enumerate(inputs):
             swaps = [
                 (table, shared.key, values[number])
                 for table, shared, values in zip(
@@ -302,5 +313,5 @@ class OverTime:
                 )
             ]
             with swapped(swaps):
-                found.append(self.plain(part, *args))
-        return join_time(found)
+                found.append(self.plain(*args))
+        return found

@@ -410,6 +410,7 @@ class Piece:
         offloads: bool = False,
         compiled: CompiledModule | None = None,
         time_parts: int = 0,
+        expert_ranks: int = 1,
     ) -> None:
         self.module, self.units, self.takes = (
             module,
@@ -488,22 +489,22 @@ class Piece:
 
         self._join_products(factors)
         if time_parts:
-            run_in_time(module, self.owners, time_parts)
+            run_in_time(module, self.owners, time_parts, expert_ranks)
 
-    def _of_sender(
+    def _of_run(
         self, child: ExpertProducts
     ) -> Callable[[str, Tensor, int], Tensor]:
-        """Give experts' weights for the tokens of one sender, by their keys."""
+        """Give experts' weights for one run of tokens, by their keys."""
         names = {
             key: self.owners[weight]
             for key, weight in child._parameters.items()
             if weight is not None
         }
 
-        def weight_of(key: str, weight: Tensor, sender: int) -> Tensor:
+        def weight_of(key: str, weight: Tensor, run: int) -> Tensor:
             unit, name = names[key]
             assert isinstance(unit, ExactUnit)
-            return unit.of_slot(name, weight, sender)
+            return unit.of_slot(name, weight, run)
 
         return weight_of
 
@@ -511,7 +512,7 @@ class Piece:
         """Give experts the layout's matmul, and weight gradients without temporaries."""
         unit, _ = self.owners[experts.up]
         if isinstance(unit, ExactUnit) and unit.senders > 1:
-            experts.weight_of_sender = self._of_sender(experts)
+            experts.weight_of_run = self._of_run(experts)
         matmul: EightBits | None = None
         given = unit.precision.matmul
         if isinstance(given, EightBits) and given.traits.experts:

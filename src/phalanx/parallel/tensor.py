@@ -31,6 +31,7 @@ from ..models import (
     token_loss,
 )
 from ..models.loss import Logits, Words
+from .expert_parts import ExpertsInParts, RouterOverTime
 from .groups import Groups
 from .model import Model
 from .own_tp import install_views
@@ -248,6 +249,28 @@ def _plus_bias(module: Any, x: Tensor) -> Tensor:
     return y
 
 
+def _copied(group: Group, x: Tensor) -> Tensor:
+    return regions.copy(x, group)
+
+
+def _reduced(group: Group, x: Tensor) -> Tensor:
+    return regions.reduce(x, group)
+
+
+def _gathered(
+    group: Group, module: nn.Module, args: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The tokens of all ranks, on which all of them compute the same."""
+    return tuple(regions.gather(x, group, 1) for x in args)
+
+
+def _own_tokens(
+    plain: Callable[..., Tensor], group: Group, y: Tensor, gates: Tensor
+) -> Tensor:
+    """This rank's tokens of a result that all ranks have."""
+    return regions.take(plain(y, gates), group, 1)
+
+
 def install_regions(model: Model, layout: Layout, groups: Groups) -> None:
     """Replace modules, so that the model computes the same on shards."""
     if layout.tp == 1 and layout.exact < 2:
@@ -303,7 +326,9 @@ class _Installer:
         for module in (
             self.piece.modules() if "tp" not in self.layout.experts else ()
         ):
-            if isinstance(module, Spread):
+            if self.parts is not None:
+                self._install_expert_parts(module, self.parts)
+            elif isinstance(module, Spread):
                 self._cut_experts(module)
             elif isinstance(module, ExpertProducts):
                 # down's bias is added by every tp rank, each its share.
@@ -352,9 +377,22 @@ class _Installer:
             keys = list(child._parameters)
             inside = any(name.startswith(owner + ".") for owner in owners)
             if keys and not inside and self._whole(name, child):
-                run_parts = OverTime(child.forward, child, keys, times, group)
+                of = RouterOverTime if isinstance(child, Router) else OverTime
+                run_parts = of(child.forward, child, keys, times, group)
                 other: Any = child
                 other.forward = run_parts
+
+    def _install_expert_parts(self, module: Any, parts: Parts) -> None:
+        """Run experts in parts; ranks of tp spread and merge the same tokens."""
+        tp = self.groups.tp
+        if isinstance(module, ExpertProducts):
+            fork, join = partial(_copied, tp), partial(_reduced, tp)
+            ExpertsInParts(module, parts.count, fork, join).install()
+        elif isinstance(module, Spread) and self.seq:
+            module.register_forward_pre_hook(partial(_gathered, tp))
+        elif isinstance(module, Merge) and self.seq:
+            merge: Any = module
+            merge.weighted = partial(_own_tokens, module.weighted, tp)
 
     def _tensors(self, module: nn.Module) -> list[str]:
         """The names of a module's own weights and buffers."""

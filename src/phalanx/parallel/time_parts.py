@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models import ExpertsPart, Merge
 from ..models.attention import HeadsAttention
 from ..models.ends import Embed, LossHead
+from ..models.experts import Experts, Sending, inverse, ordered
 from .data import Unit
 from .exact import ExactUnit
-from .parts import InParts, Run, Swap, join_time, parts_of_time, swapped
+from .expert_parts import join_terms
+from .parts import InParts, Run, Swap, join_time, parts_of, swapped
 
 # The unit of each parameter of a piece, and its name there.
 Owners = Mapping[nn.Parameter, tuple[Unit, str]]
@@ -146,15 +149,109 @@ class AttentionInTime:
         return self.in_parts.joined(self.in_parts.each(run, outputs))
 
 
-def parts_of(x: Any, count: int) -> Sequence[Any]:
-    """Equal parts of time of a tensor (B, T, ...); anything else is in all parts."""
-    if not isinstance(x, Tensor) or x.dim() < 2:
-        return [x] * count
-    return parts_of_time(x, count)
+class ExpertsInTime:
+    """`Experts.with_terms` on each part of time: experts get the tokens of one part."""
+
+    def __init__(
+        self, experts: Experts, weights: WeightsOfTime, count: int
+    ) -> None:
+        self.plain = experts.with_terms
+        self.weights, self.count = weights, count
+
+    def __call__(
+        self, x: Tensor, valid: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        valids = parts_of(valid, self.count)
+        found: list[Tensor] = []
+        terms: list[dict[str, Tensor]] = []
+        for number, part in enumerate(parts_of(x, self.count)):
+            with self.weights.of_part(number):
+                y, own = self.plain(part, valids[number])
+            found.append(y)
+            terms.append(own)
+        return join_time(found), join_terms(terms)
 
 
-def run_in_time(module: nn.Module, owners: Owners, count: int) -> None:
-    """Make a piece run on each of this rank's `count` parts of time."""
+class SendingInTime:
+    """The forward of `Sending` on each part of time.
+
+    Tokens are sorted by the rank that they go to, then by part of time, then by expert.
+    So each rank receives a run of every sender and part.
+    """
+
+    def __init__(
+        self, sending: Sending, weights: WeightsOfTime, count: int, ranks: int
+    ) -> None:
+        self.plain, self.experts = sending.forward, sending.spread.experts
+        self.weights, self.count, self.ranks = weights, count, ranks
+
+    def __call__(
+        self, x: Tensor, valid: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        valids = parts_of(valid, self.count)
+        found: list[dict[str, Tensor]] = []
+        for number, part in enumerate(parts_of(x, self.count)):
+            with self.weights.of_part(number):
+                found.append(self.plain(part, valids[number]))
+        several = {name: [each.pop(name) for each in found] for name in _SENT}
+        if "shared" in found[0]:
+            several["shared"] = [each.pop("shared") for each in found]
+        counts = torch.stack(several["counts"])  # (parts of time, experts)
+        joined = {
+            name: join_time(several[name])
+            for name in ("gates", "shared")
+            if name in several
+        }
+        # (n): each part's rows, behind those of the parts before it
+        tokens, each = torch.cat(several["sent"]), several["sent"][0].shape[0]
+        sources = [
+            order + number * each
+            for number, order in enumerate(several["order"])
+        ]
+        by_rank = self._by_rank(counts, len(tokens))
+        return {
+            "sent": ordered(tokens, by_rank),
+            "counts": counts,
+            "order": torch.cat(sources)[by_rank],
+            **joined,
+            **join_terms(found),
+        }
+
+    def _by_rank(self, counts: Tensor, rows: int) -> Tensor:
+        """The order (n) of rows by the rank that has their expert, then as they are."""
+        own = -(-self.experts // self.ranks)
+        owner = torch.arange(self.experts, device=counts.device) // own
+        owners = owner.repeat(len(counts)).repeat_interleave(
+            counts.flatten(), output_size=rows
+        )
+        return owners.argsort(stable=True)
+
+
+_SENT = ("sent", "counts", "gates", "order")  # of every `Sending`
+
+
+class MergeInTime:
+    """The forward of `Merge` on each part of time of results from other ranks."""
+
+    def __init__(self, merge: Merge, count: int) -> None:
+        self.merge, self.count = merge, count
+
+    def __call__(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
+        # y: (n, hidden); back in the order of parts of time
+        by_part = ordered(y, inverse(order)).chunk(self.count)
+        both = zip(by_part, parts_of(gates, self.count), strict=True)
+        return join_time([self.merge.weighted(*each) for each in both])
+
+
+def run_in_time(
+    module: nn.Module, owners: Owners, count: int, expert_ranks: int
+) -> None:
+    """Make a piece run on each of this rank's `count` parts of time.
+
+    `expert_ranks` share the experts.
+    """
+    if isinstance(module, ExpertsPart):
+        return  # it gets a run of tokens for each part
     weights = WeightsOfTime(module, owners)
     whole: Any = module
     if isinstance(module, Embed | LossHead):
@@ -166,6 +263,12 @@ def run_in_time(module: nn.Module, owners: Owners, count: int) -> None:
         if isinstance(child, HeadsAttention):
             parts = own.forward if isinstance(own.forward, InParts) else None
             own.forward = AttentionInTime(child, parts, within, count)
+        elif isinstance(child, Experts):
+            own.with_terms = ExpertsInTime(child, within, count)
+        elif isinstance(child, Sending):
+            own.forward = SendingInTime(child, within, count, expert_ranks)
+        elif isinstance(child, Merge):
+            own.forward = MergeInTime(child, count)
         elif any(True for _ in child.parameters()):
             plain: Callable[..., Tensor] = own.forward
             own.forward = InTime(plain, within, count)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from ..layout import Layout
 from ..layout.choices import traits
-from ..layout.exact import NOT_MATRICES
 from ..layout.pieces import StagedPieces
 from . import passes
 from .ops import (
@@ -32,8 +31,6 @@ def build(
 ) -> Program:
     """Build the program of a layout: one training step of a model with these pieces."""
     stages, experts = pieces.stages, pieces.experts
-    if layout.exact and options.whole_matrices:
-        raise ProgramError(NOT_MATRICES)
     refuse_vast(len(pieces) * layout.microbatches)
     # 1. The order of computing: whole virtual stages, then their pieces.
     order = _order(layout, stages, options)

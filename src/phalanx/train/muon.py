@@ -22,6 +22,7 @@ from ..layout.muon import STEPS
 from ..layout.optimizer_row import MatrixRow
 from ..layout.optimizers import OptimizerChoice
 from ..parallel import Unit
+from ..parallel.exact import ExactUnit
 from .matrices import MatrixUpdate, OwnedMatrix
 from .optimizer import AdamW, Scale
 
@@ -138,9 +139,13 @@ class MuonUpdate(MatrixUpdate):
         alike: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for matrix in matrices:
             alike[tuple(matrix.elements.shape)].append(matrix.elements)
-        # Matrices of one shape in one batched product.
-        for (rows, columns), these in alike.items():
-            made = orthogonalized(torch.stack(these))
-            made *= self.muon.scale_of(rows, columns)
-            # Back into the whole weights, of which `these` are views.
-            torch._foreach_copy_(these, list(made.unbind()))
+        # Matrices of one shape in one batched product. In `exact` each by itself: the
+        # number that an owner has depends on the layout, and a product of several may
+        # round otherwise.
+        batched = not isinstance(self.unit, ExactUnit)
+        for (rows, columns), same in alike.items():
+            for these in [same] if batched else [[each] for each in same]:
+                made = orthogonalized(torch.stack(these))
+                made *= self.muon.scale_of(rows, columns)
+                # Back into the whole weights, of which `these` are views.
+                torch._foreach_copy_(these, list(made.unbind()))

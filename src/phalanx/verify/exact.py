@@ -45,8 +45,6 @@ from .verify import (
 )
 
 PRECISIONS = (FP32, BF16)
-# of products, and of the sequence
-Parts = tuple[int, int]
 # one microbatch's gradient of each weight, by weight, piece's name, microbatch and part
 # of time
 Gradients = dict[tuple[str, str, int, int], Tensor]
@@ -126,10 +124,9 @@ def verify_exact(
         refuse_unfit(make(), layout)
 
     @cache
-    def setting_of(microbatches: int, name: str, parts: Parts) -> Setting:
-        precision = precision_of(name)
-        batch = exact_batch(one_process(microbatches, name, parts))
-        sized = replace(shape, batch=batch)
+    def setting_of(one: Layout) -> Setting:
+        precision = precision_of(one.precision)
+        sized = replace(shape, batch=exact_batch(one))
         batches = partial(
             trial_batch,
             sized,
@@ -148,24 +145,20 @@ def verify_exact(
         return with_loss_scale(make, setting)
 
     @cache
-    def alone(microbatches: int, name: str, parts: Parts) -> Bits:
-        one = one_process(microbatches, name, parts)
-        setting = setting_of(microbatches, name, parts)
+    def alone(one: Layout) -> Bits:
         with worlds_over(THREADS)(1) as run:
-            return _bits(run, one, make, setting)
+            return _bits(run, one, make, setting_of(one))
 
     @cache
-    def apart(microbatches: int, name: str, parts: Parts) -> str:
-        terms = microbatches, name, parts
-        one, trace = one_process(*terms), alone(*terms).trace
-        return _wrong_alone(one, trace, make, setting_of(*terms))
+    def apart(one: Layout) -> str:
+        return _wrong_alone(one, alone(one).trace, make, setting_of(one))
 
-    def wrong_alone(microbatches: int, name: str, parts: Parts) -> str:
-        wrong = apart(microbatches, name, parts)
+    def wrong_alone(one: Layout) -> str:
+        wrong = apart(one)
         if wrong:
             return wrong
         # Bounds of 16 bits are wide, so the same process is compared in float32, too.
-        wide = apart(microbatches, FP32, parts)
+        wide = apart(replace(one, precision=FP32))
         return f"in float32 {wide}" if wide else wrong_modules()
 
     @cache
@@ -196,26 +189,23 @@ def verify_exact(
                 if wrong:
                     yield _verdict(layout, wrong)
                     continue
-                count = layout.data * layout.microbatches
-                parts = layout.exact, layout.time_parts
-                terms = count, layout.precision, parts
-                setting, known = setting_of(*terms), partial(alone, *terms)
+                one = one_process(layout)
+                setting, known = setting_of(one), partial(alone, one)
                 verdict = _compared(run, layout, make, setting, known)
                 if verdict.passed:
-                    verdict = _verdict(layout, wrong_alone(*terms))
+                    verdict = _verdict(layout, wrong_alone(one))
                 yield verdict
 
 
-def one_process(microbatches: int, precision: str, parts: Parts) -> Layout:
-    """The layout of one process that runs so many microbatches, in equal parts."""
-    of_products, of_time = parts
+def one_process(layout: Layout) -> Layout:
+    """The layout of one process that runs all microbatches, in the same parts."""
     return Layout(
         Mesh(),
         schedule=ACCUM,
-        microbatches=microbatches,
-        precision=precision,
-        exact=of_products,
-        time_parts=of_time,
+        microbatches=layout.data * layout.microbatches,
+        precision=layout.precision,
+        exact=layout.exact,
+        time_parts=layout.time_parts,
     )
 
 

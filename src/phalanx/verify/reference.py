@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -557,7 +557,8 @@ class Pieces:
         passed = Passed(torch.zeros(()))
         with ExitStack() as hooks:
             for name, router in routers(self.model.pieces):
-                hook = partial(self._routed, passed, name)
+                made = hooks.enter_context(_logits_of(router))
+                hook = partial(self._routed, passed, name, made)
                 hooks.callback(router.register_forward_hook(hook).remove)
             self._chain(batch, passed)
         return passed
@@ -596,20 +597,21 @@ class Pieces:
         self,
         passed: Passed,
         name: str,
+        made: list[Tensor],
         router: Router,
         args: tuple[Any, ...],
         out: tuple[Tensor, Tensor],
     ) -> None:
         """Record a router's choices, their margins, and its losses."""
-        x, chosen = (
-            _without_padding(each, args[1]) for each in (args[0], out[1])
+        logits, chosen = (
+            _without_padding(each, args[1]) for each in (made.pop(), out[1])
         )
         if self.model.shape is not None:
             passed.beside.append(
-                _router_loss(self.model.shape, router, x, chosen)
+                _router_loss(self.model.shape, logits, chosen)
             )
         # Scores of all experts, by which it chooses the top k.
-        ranked = router.ranked(router.scored(router.logits(x)))
+        ranked = router.ranked(router.scored(logits))
         passed.routes[name], passed.gaps[name] = (
             chosen.sort(-1).values,
             _gap(ranked, router.top_k),
@@ -652,23 +654,35 @@ def _gap(ranked: Tensor, top_k: int) -> Tensor:
     return last - ranked[..., top_k] if top_k < ranked.shape[-1] else last
 
 
-def _router_loss(
-    shape: Shape, router: Router, x: Tensor, chosen: Tensor
-) -> Tensor:
-    """Return the router's loss for x (B, T, hidden) and chosen experts (B, T, top_k): B
-    times the mean over sequences."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    logits = x.to(wide) @ router.weight.to(wide).T
-    logits = (
-        logits
-        if router.logit_bias is None
-        else logits + router.logit_bias.to(wide)
-    )
+@contextmanager
+def _logits_of(router: Router) -> Iterator[list[Tensor]]:
+    """Collect a router's logits, from which its losses are computed, too.
+
+    Logits of their own would give its input and its weight a second gradient, rounded
+    to 16 bits apart from the first.
+    """
+    own: Any = router
+    plain, made = own.logits, list[Tensor]()
+
+    def logits(x: Tensor) -> Tensor:
+        made.append(plain(x))
+        return made[-1]
+
+    own.logits = logits
+    try:
+        yield made
+    finally:
+        del own.logits  # the method of its class is left
+
+
+def _router_loss(shape: Shape, logits: Tensor, chosen: Tensor) -> Tensor:
+    """Return the router's loss for logits (B, T, experts) and chosen experts (B, T,
+    top_k): B times the mean over sequences."""
     p = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
     # For sigmoid scores; a softmax sums to 1 already.
     p = p / p.sum(-1, keepdim=True)
     # (B, T, experts)
-    f = nn.functional.one_hot(chosen, shape.experts).sum(-2).to(wide)
+    f = nn.functional.one_hot(chosen, shape.experts).sum(-2).to(logits)
     each = shape.experts * (f.mean(1) * p.mean(1)).sum(-1)
     batch = shape.experts * (f.mean((0, 1)) * p.mean((0, 1))).sum()
     z = logits.exp().sum(-1).log().square().mean(1)

@@ -142,10 +142,8 @@ def replay_differences(
         if key[1] in ("gradient", "update") and key[2] in vanishing
     }
     # Adam divides a gradient by its size, so a last digit of one that is almost zero
-    # moves a weight by the whole rate. `exact` runs blocks with experts as several
-    # pieces, whose gradients may add up in another order.
-    in_pieces = layout.exact and known.steps[0].routes
-    if in_pieces or layout.tp * layout.cp * layout.ep > 1:
+    # moves a weight by the whole rate.
+    if layout.tp * layout.cp * layout.ep > 1:
         bounds |= {
             key: max(bounds[key], wide.get(key, 0.0))
             for key in bounds

@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..layout.choices import SCHEDULES, SEARCHED
 from ..models import RoutingPart
 from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
-from ..parallel.experts import cut_blocks
+from ..parallel.experts import cut_blocks, in_runs
 from ..parallel.local import LocalModel, build_local, own_time_parts
 from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight
@@ -183,9 +183,9 @@ class _Recorder:
             first = data // unit.senders * unit.senders
             time = local.coordinates["cp"] * unit.times
             for slot, gradients in enumerate(unit.leaf(user, m)):
-                sender = slot if unit.senders > 1 else 0
+                sender, part = divmod(slot, unit.times)
                 microbatch = (first + sender) * own + m
-                at = microbatch, time + slot - sender
+                at = microbatch, time + part
                 for name, gradient in gradients.items():
                     leaf = Leaf(weights[name], gradient.cpu().clone())
                     self.leaves[name, user, *at] = leaf
@@ -205,6 +205,7 @@ class _Tracer:
         self.breaches: list[str] = []
         self.parts = layout.tp if layout.seq else 1
         self.times = max(1, own_time_parts(layout))
+        self.expert_ranks = layout.expert_ranks
         self.tp = local.coordinates["tp"]
         # Under tp without seq every rank has the same outputs, and the first rank
         # records them.
@@ -243,17 +244,11 @@ class _Tracer:
             out = plain(microbatch, bundle, batch, **how)
             y = out["x"]
             if "counts" in out:
-                # Entry i of `order` is the i-th token by expert; its inverse
-                # gives each token's expert.
-                sorted_by = torch.repeat_interleave(out["counts"])[
-                    out["order"].argsort()
-                ]
-                each = sorted_by.view(out["gates"].shape)
-                # otherwise they are the tokens of all tp ranks
-                own = each.shape[1] == y.shape[1]
-                chosen.append(
-                    each if own else each.chunk(self.parts, 1)[self.tp]
-                )
+                whole = out["gates"].shape[1] > y.shape[1]
+                for each in self._chosen(out):
+                    # otherwise they are the tokens of all tp ranks
+                    own = each.chunk(self.parts, 1)[self.tp]
+                    chosen.append(own if whole else each)
             # Recomputation runs the forward again: only the first counts.
             if (number, microbatch) not in self.done and y.dim() > 1:
                 self.done.add((number, microbatch))
@@ -270,7 +265,8 @@ class _Tracer:
                     self.outputs.setdefault(name, []).append(seen)
                 if chosen:
                     # Sorted, as the order of a token's experts has no meaning.
-                    experts = chosen[-1].sort(-1).values
+                    parts = chosen[-self.times :]
+                    experts = torch.cat(parts, 1).sort(-1).values
                     self.routes.setdefault(name, []).append(
                         (seen[0], experts[valid].cpu())
                     )
@@ -278,6 +274,23 @@ class _Tracer:
             return out
 
         piece.forward = forward  # type: ignore[method-assign]
+
+    def _chosen(self, out: Bundle) -> tuple[Tensor, ...]:
+        """The experts (B, T, top_k) of each token that is sent, by part of time."""
+        # Rows are sorted by rank, part of time and expert, as counts travel.
+        counts = out["counts"].view(-1, out["counts"].shape[-1])
+        experts = torch.arange(counts.shape[1], device=counts.device)
+        experts = experts.expand_as(counts)
+        by_rank = (
+            in_runs(x, self.expert_ranks).flatten() for x in (experts, counts)
+        )
+        # Entry i of `order` is the source of the i-th row; its inverse gives each
+        # token's expert.
+        sorted_by = torch.repeat_interleave(*by_rank)[out["order"].argsort()]
+        rows, tokens, top_k = out["gates"].shape
+        parts = sorted_by.view(len(counts), rows, -1, top_k)
+        assert parts.shape[2] * len(counts) == tokens
+        return parts.unbind()
 
     def take(self, seen: Seen) -> None:
         seen.outputs.append(self.outputs)
