@@ -103,6 +103,7 @@ class AttentionInTime:
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         angles: Tensor | None = None,
+        document_ids: Tensor | None = None,  # of other mixers
     ) -> Tensor:
         times = parts_of(positions, self.count)
         # by part of time and of features: q, k and v
