@@ -123,3 +123,21 @@ def _() -> AbstractContextManager[None]:
         return right(self, terms).detach()
 
     return swapped(SpreadDeltaCore, "states_before", states_before)
+
+
+@fault(
+    "cp: documents are those of the first tokens",
+    "delta",
+    "cp2",
+    FIRST,
+    packed=True,
+)
+def _() -> AbstractContextManager[None]:
+    def held_ids(
+        self: SpreadDeltaCore, ids: Tensor, length: int, before: int
+    ) -> Tensor:
+        every = DeltaCore.held_ids(self, ids, length, before)
+        first = every[:, : before + length // self.runs]
+        return first.repeat_interleave(self.runs, 0)
+
+    return swapped(SpreadDeltaCore, "held_ids", held_ids)

@@ -377,6 +377,13 @@ def state_passing(lab: Lab) -> None:
     found = combined(lab, *change(mine, empty))
     lab.after(state=found)
     lab.claim("the state is the chain's", found, state)
+    if rank == 0:
+        count = own.stop - own.start
+        lab.note(
+            f"In the chain the last rank has its reads after {n} x {count} tokens, one"
+            f" after the other. With the gather it has them after 3 x {count}: those of"
+            " M, of N, and the reads."
+        )
     compare_ways(lab, empty)
 
 
