@@ -74,8 +74,8 @@ def cuts(family: str) -> Iterator[Layout]:
 
 def sample(
     facts: Mapping[str, Any], cut: Layout, rng: random.Random
-) -> tuple[Shape, Layout, list[int]]:
-    """Return a random shape, a cut, and two numbers of rows."""
+) -> tuple[Shape, Layout, int]:
+    """Return a random shape, cut and number of rows."""
     tp = rng.choice((2, 3, 4)) if cut.tp > 1 else 1
     if tp > 1:
         axes = tuple(
@@ -90,7 +90,7 @@ def sample(
         kv_heads=groups, head_dim=2 * rng.randint(4, 30), ffn=tp * rng.randint(20, 150),
         vocab=tp * rng.randint(30, 300), sequence=sequence, **facts,
     )  # fmt: skip
-    return shape, cut, rng.sample(range(1, 6), 2)
+    return shape, cut, rng.randint(1, 5)
 
 
 class Moments:
@@ -219,41 +219,37 @@ def fitted(
     costings = {n: 3 * used[n].size // 2 + HELD_OUT for n in pieces}
     while len(rows) < max(costings.values()):
         kinds = [n for n in pieces if len(rows) < costings[n]]
-        shape, one, batches = sample(facts, cut, rng)
-        sizes = _chunk(shape, one, min(batches), rng)
+        shape, one, batch = sample(facts, cut, rng)
+        sizes = _chunk(shape, one, batch, rng)
         with (
             Moments() as runs,
             mock.patch.dict(loss.CHUNK, meta=sizes["chunk"]),
             mock.patch.dict(loss.NUMBERS, meta=sizes["tile"]),
         ):
-            costed = cost_kinds(
-                build_model(shape), one, batches, target="cuda", kinds=kinds
+            (costs,) = cost_kinds(
+                build_model(shape), one, (batch,), target="cuda", kinds=kinds
             )
-        every = [cost for costs in costed for cost in costs]
-        assert len(every) == len(runs) == len(batches) * len(kinds)
-        ran = list(zip(every, runs, strict=True))
-        for number, batch in enumerate(batches):
-            x = local(shape, one, batch, shape.sequence, sizes)
-            rows.append(features(x, seq=cut.seq))
-            first = number * len(kinds)
-            for n, (cost, moments) in zip(kinds, ran[first:], strict=False):
-                out: list[float] = []
-                template = flat(replace(cost, temporary=0.0), out)
-                assert templates.setdefault(n, template) == template, (
-                    "one cut, two orders of operations"
-                )
-                numbers[n].append(out)
-                above = _above(cost, moments, cut.recompute, n)
-                assert max(above) == cost.temporary, (family, str(cut), n)
-                temporaries[n].append(above)
+        x = local(shape, one, batch, shape.sequence, sizes)
+        rows.append(features(x, seq=cut.seq))
+        for n, cost, moments in zip(kinds, costs, runs, strict=True):
+            out: list[float] = []
+            template = flat(replace(cost, temporary=0.0), out)
+            assert templates.setdefault(n, template) == template, (
+                "one cut, two orders of operations"
+            )
+            numbers[n].append(out)
+            above = _above(cost, moments, cut.recompute, n)
+            assert max(above) == cost.temporary, (family, str(cut), n)
+            temporaries[n].append(above)
     many = np.array(list(_many(facts, cut, rng)))
     forms = {}
     for n in pieces:
         at = np.array(rows[: len(numbers[n])])
-        formulas = iter(_solve(at, np.array(numbers[n]), used[n]))
-        row = filled(templates[n], formulas)
-        moments = _solve(at, np.array(temporaries[n]), used[n])
-        row[TEMPORARY] = {"max": _highest(moments, many)}
+        where = f"piece {n} of {family} as {cut}"
+        values = _solve(at, np.array(numbers[n]), used[n], where)
+        row = filled(templates[n], iter(values))
+        peaks = _solve(at, np.array(temporaries[n]), used[n], where)
+        row[TEMPORARY] = {"max": _highest(peaks, many)}
         forms[n] = row
     return (family, cut), forms
 
@@ -287,7 +283,7 @@ def _chunk(
 
 
 def _solve(
-    at: np.ndarray, wanted: np.ndarray, used: np.ndarray
+    at: np.ndarray, wanted: np.ndarray, used: np.ndarray, where: str
 ) -> list[dict[str, Any]]:
     """Return a formula for each column, of the used features, that is exact on held-out
     rows."""
@@ -297,7 +293,8 @@ def _solve(
     factors = found / scale[:, None]
     factors = np.round(factors * 96) / 96
     error = np.abs(at @ factors - wanted).max(axis=0)
-    assert error.max() < 1e-3, f"no formula for {np.flatnonzero(error > 1e-3)}"
+    wrong = np.flatnonzero(error > 1e-3)
+    assert not wrong.size, f"{where}: no formula for {wrong}"
     return [
         {"f": [[int(used[n]), float(c[n])] for n in np.flatnonzero(c)]}
         for c in factors.T
