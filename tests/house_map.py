@@ -26,6 +26,7 @@ APART = {
         "torch",
         "safetensors",
         "torch_shm",
+        "rank_watch",
         "phalanx",
         "phalanx_lab",
     },

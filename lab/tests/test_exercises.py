@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from wrong_answers import WRONG, wrong_answer
 
 from phalanx.cli.usage import UsageError
 from phalanx_lab import command
@@ -38,6 +39,21 @@ def test_the_solution_is_right_and_what_one_begins_with_is_not(
     assert not asked.check(asked.start).right
     assert not asked.check("").right
     assert not asked.check("<b>no</b>").right
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_command_takes_a_right_answer_and_gives_a_hint_for_a_wrong_one(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    answer = tmp_path / "answer.txt"
+    answer.write_text(ALL[name].answer)
+    assert run(name, str(answer), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["right"]
+    answer.write_text(wrong_answer(name))
+    assert run(name, str(answer)) == 1
+    # Printed lines are wrapped.
+    printed = " ".join(capsys.readouterr().out.split())
+    assert WRONG[name][1] in printed
 
 
 # By hand: shares of idle time (p - 1) / (v m + p - 1); 2 gathers for each of 4 pieces and

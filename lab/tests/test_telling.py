@@ -16,8 +16,8 @@ from browser import needs_chromium, opened
 from phalanx.cli.usage import UsageError
 from phalanx_lab import command as verb
 from phalanx_lab.catalogue import NAMES, PAPERS, Cell, LabError, Size, listing
-from phalanx_lab.record import Claim, Interval
-from phalanx_lab.show import lab_page, lab_text
+from phalanx_lab.record import Claim, Interval, LabStep, Value
+from phalanx_lab.show import lab_page, lab_text, sent_rows, value_rows
 from phalanx_lab.trial import LabTrial, conduct
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
@@ -166,7 +166,9 @@ def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_cl
 ) -> None:
     trial = next(each for each in trials if each.experiment.name == "zero-2")
     shown = lab_text(trial)
-    assert re.search(r"before  rank 0  weights +4 x \[16, 16\] float64", shown)
+    assert re.search(
+        r"before  ranks 0-1  weights +4 x \[16, 16\] float64", shown
+    )
     assert "rank 1  reduce on everyone" in shown
     count = len(trial.claims)
     assert shown.splitlines()[-1] == f"{count} claims hold"
@@ -180,6 +182,39 @@ def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_cl
     assert "FAIL two is three 2, not 3" in "".join(
         read(lab_page([wrong])).words
     )
+
+
+def test_equal_ranks_share_a_line_and_others_have_their_own() -> None:
+    """An all-reduce was four lines with one value."""
+    steps = []
+    for rank in range(4):
+        own = Value("x", "[1] float32", str(rank), f"own{rank}", 4)
+        weight = Value("w", "[1] float32", "7", "same", 4)
+        total = Value("x", "[1] float32", "6", "sum", 4)
+        half = Value("y", "[1] float32", str(rank // 2), f"h{rank // 2}", 4)
+        values = [("before", own), ("before", weight)]
+        values += [("after", total), ("after", half)]
+        to = {other: 16.0 for other in range(4) if other != rank}
+        step = LabStep("s", 0.0, values=values)
+        step.sent["all_reduce on everyone"] = to
+        if rank == 2:
+            step.sent["send on everyone"] = {3: 8.0}
+        steps.append((rank, step))
+    assert value_rows(steps) == [
+        ("before", "ranks 0-3", "w", "[1] float32", "7", "#same"),
+        *(
+            ("", f"rank {r}", "x", "[1] float32", str(r), f"#own{r}")
+            for r in range(4)
+        ),
+        ("after", "ranks 0-3", "x", "[1] float32", "6", "#sum"),
+        ("", "ranks 0-1", "y", "[1] float32", "0", "#h0"),
+        ("", "ranks 2-3", "y", "[1] float32", "1", "#h1"),
+    ]
+    assert sent_rows(steps) == [
+        ("ranks 0-1, 3", "all_reduce on everyone", "16 B to each other rank"),
+        ("rank 2", "all_reduce on everyone", "16 B to each other rank"),
+        ("", "send on everyone", "8 B to 3"),
+    ]
 
 
 def test_every_step_is_shown_below_the_code_that_recorded_it(

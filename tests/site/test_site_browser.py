@@ -12,9 +12,11 @@ from typing import Any
 import build
 import formulas
 import pytest
+from wrong_answers import WRONG, wrong_answer
 
 from browser import Tab, axe_source, barriers, browser, needs_chromium
 from phalanx.layout import Layout, piece_layout
+from phalanx_lab.exercises import exercises
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -172,6 +174,9 @@ def test_text_in_a_link_is_shown_and_never_run(
 # ---- the exercises
 
 READY = "!document.getElementById('exercise').hidden"
+# An answered exercise: the class of its verdict.
+VERDICT = "document.getElementById('verdict')"
+SAID = f"{VERDICT}.textContent && {VERDICT}.className"
 
 
 def test_an_exercise_is_answered_and_its_link_restores_the_answer(
@@ -195,6 +200,33 @@ def test_an_exercise_is_answered_and_its_link_restores_the_answer(
     tab.open(f"{page}?b{hash_}")
     tab.wait("document.getElementById('verdict').className === 'bad'", 120)
     assert text_of(tab, "verdict") == wrong
+
+
+@pytest.mark.parametrize("name", exercises())
+def test_every_exercise_takes_a_right_answer_and_gives_a_hint_for_a_wrong_one(
+    site: Path, tab: Tab, name: str
+) -> None:
+    """The page says what the terminal says."""
+    page = (site / "exercises.html").as_uri()
+    asked = exercises()[name]
+    if "exercises.html" not in tab.js("location.href"):
+        tab.open(f"{page}#exercise={name}")
+        tab.wait(READY, 120)
+    # The page answers whatever its address holds.
+    tab.js(f"location.hash = 'exercise={name}'")
+    tab.wait(
+        f"document.querySelector('#list [aria-current=true]').textContent.endsWith({json.dumps(name)})"
+    )
+    check = "document.querySelector('#exercise button[type=submit]').click()"
+    type_in(tab, "answer", wrong_answer(name))
+    tab.js(check)
+    tab.wait(f"({SAID}) === 'bad'")
+    assert text_of(tab, "verdict") == asked.check(wrong_answer(name)).words
+    assert WRONG[name][1] in text_of(tab, "verdict")
+    type_in(tab, "answer", asked.answer)
+    tab.js(check)
+    tab.wait(f"({SAID}) === 'good'")
+    assert text_of(tab, "verdict") == asked.check(asked.answer).words
 
 
 # ---- every kind of page

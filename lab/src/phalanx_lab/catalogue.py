@@ -104,6 +104,16 @@ class Experiment:
         """The experiment's code with the definitions it uses."""
         return "\n".join("\n".join(cell.lines) for cell in self.cells) + "\n"
 
+    @property
+    def script(self) -> str:
+        """The same idea as a script of torch.distributed alone; "" if there is none."""
+        path = _script(self.name)
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _script(name: str) -> Path:
+    return _HERE / "scripts" / f"{name.replace('-', '_')}.py"
+
 
 def experiment(name: str) -> Experiment:
     """Return the experiment of this name, read without being imported."""
@@ -214,6 +224,11 @@ def _cells(node: ast.FunctionDef, lines: list[str]) -> Iterator[Cell]:
         else:
             cell.lines.append(line)
     yield cell
+
+
+def scripted() -> tuple[str, ...]:
+    """The names of the experiments that have a script."""
+    return tuple(name for name in NAMES if _script(name).exists())
 
 
 def listing() -> str:

@@ -7,9 +7,12 @@ experiments, runs them on real ranks and checks them, or writes them as a page.
   phalanx lab all --html lab.html        runs all, writes one page
   phalanx lab zero-3 -v                  shows every step and every claim
   phalanx lab exercise                   lists twenty exercises, checks your answers
+  phalanx lab zero-3 --script            prints a script for torchrun, to copy
 
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage.
 """
+
+import argparse
 
 from phalanx.cli.before import refuse_large
 from phalanx.cli.parser import Parser, whole
@@ -17,7 +20,7 @@ from phalanx.cli.usage import UsageError, print_json, result, save, say
 from phalanx.layout.choices import GLOO, THREADS
 
 from . import exercise_command
-from .catalogue import NAMES, Size, experiment, listing
+from .catalogue import NAMES, Size, experiment, listing, scripted
 
 
 def run(argv: list[str]) -> int:
@@ -47,7 +50,14 @@ def run(argv: list[str]) -> int:
     parser.add_output(
         "--html", help="write one page with prose, code, values and pictures"
     )
+    parser.add(
+        "--script",
+        action="store_true",
+        help="print the chapter as a script of torch.distributed alone",
+    )
     args = parser.read(argv)
+    if args.script:
+        return _print_script(args)
     if not args.names:
         if args.html:
             raise UsageError("--html needs an experiment's name, or all.")
@@ -82,3 +92,14 @@ def run(argv: list[str]) -> int:
     if args.json:
         print_json({"experiments": [as_json(trial) for trial in trials]})
     return 0 if all(trial.holds for trial in trials) else 1
+
+
+def _print_script(args: argparse.Namespace) -> int:
+    if len(args.names) != 1:
+        raise UsageError("--script needs the name of one chapter.")
+    (name,) = args.names
+    script = experiment(name).script
+    if not script:
+        known = ", ".join(scripted())
+        raise UsageError(f"{name} has no script; these have one: {known}.")
+    return result(args, {"name": name, "script": script}, script)

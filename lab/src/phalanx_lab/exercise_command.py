@@ -87,7 +87,10 @@ def _task(asked: Exercise) -> str:
         )
     else:
         parts.append(f"  phalanx lab exercise {asked.name} ANSWER")
-    parts.append(f"Chapter: phalanx lab {asked.chapter}")
+    parts.append(
+        f"Chapter: phalanx lab {asked.chapter}\n"
+        f"Its code as a script for torchrun: phalanx lab {asked.chapter} --script"
+    )
     return "\n\n".join(parts)
 
 

@@ -87,6 +87,7 @@ class Exercise:
     terms: Mapping[str, Any]
     start: str = ""
     answer: str = ""
+    hint: str = ""  # follows the checker's sentence
     hints: Sequence[Hint] = field(default_factory=tuple)
 
     def check(self, answer: str) -> Verdict:
@@ -206,7 +207,7 @@ def _damaged(whole: Program, terms: Mapping[str, Any]) -> Program:
 def _check_repair(exercise: Exercise, answer: str) -> Verdict:
     program = Program.parse(answer, "your program")
     if found := faults(program):
-        return Verdict(False, found[0])
+        return Verdict(False, f"{found[0]} {exercise.hint}")
     whole = _program(exercise.terms["layout"])
     if program.mesh != whole.mesh:
         return Verdict(

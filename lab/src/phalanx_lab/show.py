@@ -1,7 +1,7 @@
 """A trial as text for a terminal, as JSON, and as an HTML page without scripts."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from inspect import getsource
 from textwrap import dedent, fill, indent
@@ -19,6 +19,7 @@ from phalanx.draw import (
     text_table,
 )
 from phalanx.draw.svg import Area
+from rank_watch.diagnosis import span as ranks_text
 
 from .catalogue import INTRODUCTION, PAPERS
 from .lab import Lab
@@ -89,6 +90,10 @@ def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
         if left:
             more = "1 more step is" if left == 1 else f"{left} more steps are"
             parts.append(f"{more} alike, with other numbers; -v shows them.\n")
+    if file.script:
+        parts.append(
+            f"As a script for torchrun: phalanx lab {file.name} --script\n"
+        )
     return "\n".join(
         [*filter(None, parts), claims_text(trial, verbose=verbose)]
     )
@@ -133,19 +138,39 @@ def claims_text(trial: LabTrial, *, verbose: bool = False) -> str:
 def _step_text(title: str, steps: Steps) -> Iterator[str]:
     yield f"{title}\n"
     yield text_table((), value_rows(steps), left="llllll", indent=2)
-    sent = [
-        (
-            f"rank {rank}",
-            call,
-            ", ".join(f"{bytes_text(size)} to {i}" for i, size in to.items()),
-        )
-        for rank, step in steps
-        for call, to in step.sent.items()
-    ]
     rows = [
-        ("" if number else "sent", *row) for number, row in enumerate(sent)
+        ("" if number else "sent", *row)
+        for number, row in enumerate(sent_rows(steps))
     ]
     yield text_table((), rows, left="llll", indent=2) if rows else ""
+
+
+def sent_rows(steps: Steps) -> list[tuple[str, str, str]]:
+    """Return rows of (ranks, call, bytes to whom); ranks that send alike share them."""
+    ranks = [rank for rank, _ in steps]
+    alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for rank, step in steps:
+        calls = [
+            (call, _receivers(to, {*ranks} - {rank}))
+            for call, to in step.sent.items()
+        ]
+        if calls:
+            alike.setdefault(tuple(calls), []).append(rank)
+    rows = []
+    for same, senders in alike.items():
+        names = ranks_text(senders)
+        for call, words in same:
+            rows.append((names, call, words))
+            names = ""
+    return rows
+
+
+def _receivers(to: Mapping[int, float], others: set[int]) -> str:
+    """The bytes to each receiver, in short if everybody else gets as many."""
+    sizes = set(to.values())
+    if len(others) > 1 and {*to} == others and len(sizes) == 1:
+        return f"{bytes_text(sizes.pop())} to each other rank"
+    return ", ".join(f"{bytes_text(size)} to {i}" for i, size in to.items())
 
 
 def _results(steps: Steps) -> Iterator[str]:
@@ -159,25 +184,44 @@ def _results(steps: Steps) -> Iterator[str]:
 
 
 def value_rows(steps: Steps) -> list[tuple[str, ...]]:
-    """Return rows of (when, rank, name, shape, first values, hash), leaving out
-    repeated cells."""
-    values = [
-        (when, f"rank {r}", v) for r, step in steps for when, v in step.values
-    ]
-    order = list(dict.fromkeys(when for when, _, _ in values))
+    """Return rows of (when, ranks, name, shape, first values, hash), leaving out
+    repeated cells.
+
+    Equal values of several ranks share a row: `ranks 0-3`.
+    """
+    held: dict[str, dict[int, list[tuple[str, ...]]]] = {}
+    for rank, step in steps:
+        for when, value in step.values:
+            digest = f"#{value.hash}" if value.hash else ""
+            cells: tuple[str, ...]
+            cells = (value.name, value.shape, value.first, digest)
+            held.setdefault(when, {}).setdefault(rank, []).append(cells)
     rows: list[tuple[str, ...]] = []
-    last = ("", "")
-    for when, rank, value in sorted(
-        values, key=lambda row: order.index(row[0])
-    ):
-        here = (
-            "" if when == last[0] else when,
-            "" if (when, rank) == last else rank,
-        )
-        last = (when, rank)
-        digest = f"#{value.hash}" if value.hash else ""
-        rows.append((*here, value.name, value.shape, value.first, digest))
+    for when, of_ranks in held.items():
+        first = True
+        for ranks, values in _alike(of_ranks):
+            names = ranks_text(ranks)
+            for cells in values:
+                rows.append((when if first else "", names, *cells))
+                first, names = False, ""
     return rows
+
+
+def _alike(
+    of_ranks: Mapping[int, list[tuple[str, ...]]],
+) -> Iterator[tuple[list[int], list[tuple[str, ...]]]]:
+    """Yield what all ranks have, then ranks with the rest of what they have."""
+    shared = set.intersection(*map(set, of_ranks.values()))
+    if shared:
+        values = next(iter(of_ranks.values()))
+        yield [*of_ranks], [cells for cells in values if cells in shared]
+    alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for rank, values in of_ranks.items():
+        rest = tuple(cells for cells in values if cells not in shared)
+        if rest:
+            alike.setdefault(rest, []).append(rank)
+    for rest, ranks in alike.items():
+        yield ranks, [*rest]
 
 
 # ---- the page
@@ -285,6 +329,9 @@ def _section(
     rows = [
         ("ok" if c.holds else "FAIL", c.says, c.detail) for c in trial.claims
     ]
+    if file.script:
+        script = _code(file.script.splitlines())
+        parts.append(_folded("the same as a script for torchrun", script))
     claims = table(("", "claim", "numbers"), rows, left=True)
     parts.append(_folded(verdict(trial), tag("div", claims, cls="fold")))
     papers = [
@@ -379,7 +426,7 @@ def _step_html(
     trial: LabTrial, title: str, steps: Steps, *, first: bool
 ) -> Iterator[Html]:
     if rows := value_rows(steps):
-        head = ("when", "rank", "value", "shape", "first numbers", "hash")
+        head = ("when", "ranks", "value", "shape", "first numbers", "hash")
         yield table(
             head, [(*row, _hash(digest)) for *row, digest in rows], left=True
         )
