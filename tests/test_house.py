@@ -504,6 +504,7 @@ TECHNIQUES = {
     "soap": (re.compile("soap", re.I), 3, 3),
     # The keys of Hugging Face for the widths of latents are none.
     "lora": (re.compile("(?<!kv[_-])(?<!q[_-])lora", re.I), 6, 4),
+    "fp8": (re.compile("fp8|float8|e4m3|e5m2", re.I), 6, 0),
     "delta": (re.compile("(?<![a-z])delta|Delta"), 7, 5),
     "mtp": (re.compile("mtp", re.I), 8, 2),
 }
@@ -536,7 +537,8 @@ def _naming(name: str) -> dict[str, str]:
     for path in sorted(SOURCE.rglob("*")):
         if path.suffix == ".py":
             named = any(words.search(token.string) for token in _code(path))
-        elif path.suffix == ".toml":
+        # Files of devices state rates of formats.
+        elif path.suffix == ".toml" and path.parent.name != "machines":
             named = bool(words.search(path.read_text(encoding="utf-8")))
         else:
             continue
@@ -559,7 +561,12 @@ PAGE = ROOT / "docs" / "add-a-technique.md"
 
 @pytest.mark.parametrize(
     "heading, name",
-    [("The files", "soap"), ("Adapters", "lora"), ("A mixer", "delta")],
+    [
+        ("The files", "soap"),
+        ("Adapters", "lora"),
+        ("Formats of matmuls", "fp8"),
+        ("A mixer", "delta"),
+    ],
 )
 def test_the_page_on_a_technique_lists_every_file_of_its_example(
     heading: str, name: str

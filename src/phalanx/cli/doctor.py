@@ -30,7 +30,7 @@ from rank_watch.watcher import FILE as HANG
 
 from ..draw import Bars, bars, text_table
 from ..layout import Shape
-from ..layout.choices import BF16, FP8, FP32, LOCAL_RANKS
+from ..layout.choices import BF16, FP32, LOCAL_RANKS, MATMUL_RATES
 from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
 from ..plan import (
     Cluster,
@@ -265,7 +265,7 @@ def _devices_text(chosen: Sequence[Device]) -> str:
     head = (
         "device",
         "bf16 TFLOP/s",
-        FP8,
+        *MATMUL_RATES,
         FP32,
         "memory",
         "bandwidth",
@@ -275,7 +275,7 @@ def _devices_text(chosen: Sequence[Device]) -> str:
     for d in chosen:
         peaks = [
             f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-"
-            for t in (BF16, FP8, FP32)
+            for t in (BF16, *MATMUL_RATES, FP32)
         ]
         memory = binary_text(d.memory.bytes), rate_text(d.memory.bandwidth)
         rows.append((d.name, *peaks, *memory, f"{d.ridge:.0f}"))

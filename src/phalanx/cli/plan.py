@@ -20,7 +20,7 @@ from typing import Any
 from ..api.plan import Planned, PlanTerms
 from ..api.plan import request as plan_request
 from ..layout import Run
-from ..layout.choices import MATMUL_WORDS, PRECISIONS
+from ..layout.choices import FP32, MATMUL_RATES, MATMUL_WORDS, PRECISIONS
 from ..layout.numbers import parse_count
 from ..layout.run import RANDOM, random_by_name, run_file
 from ..layout.trainer_table import trainers
@@ -206,7 +206,7 @@ def request_flags(parser: Parser) -> None:
         help="tokens in a step, such as 4Mi (2^22) or 4M; default the shape's batch",
     )
     formats = (*PRECISIONS, *MATMUL_WORDS)
-    what = "number format, such as fp32 or fp8; default bf16, on a CPU fp32"
+    what = f"number format, such as {FP32} or {MATMUL_RATES[0]}; default bf16, on a CPU fp32"
     add("--precision", choices=formats, metavar="NAME", help=what)
     add(
         "--limit",

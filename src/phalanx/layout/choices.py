@@ -103,8 +103,11 @@ class MatmulTraits(NamedTuple):
     forward: str = "float8_e4m3fn"
     gradient: str = "float8_e4m3fn"
     experts: bool = False  # applies to routed experts too
+    rate: str = FP8  # the number format whose rate devices state for it
 
 
+# A scale that is the exponent of a float32; 255 means infinity or NaN.
+EXPONENT = "float8_e8m0fnu"
 FP8_TILE, MXFP8 = "fp8:tile", "mxfp8"
 _WIDER = "float8_e5m2"  # one exponent bit more, one mantissa bit fewer
 MATMULS = {
@@ -112,6 +115,7 @@ MATMULS = {
     FP8_TILE: MatmulTraits(128, square=True),  # DeepSeek-V3 2024, 3.3.2
     MXFP8: MatmulTraits(32, power=True),  # OCP Microscaling Formats 1.0
 }
+MATMUL_RATES = tuple(dict.fromkeys(x.rate for x in MATMULS.values()))
 # For each, gradients in the format with more range: `fp8:e5m2`,
 # `fp8:tile,e5m2`.
 MATMULS |= {

@@ -153,6 +153,11 @@ class Layout:
         return self.mesh.of("ep")
 
     @property
+    def fastest_format(self) -> str:
+        """The number format of the fastest matmuls."""
+        return MATMULS[self.matmul].rate if self.matmul else self.precision
+
+    @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes whose ranks share the experts: tokens travel over them."""
         return ("ep", *self.experts)
@@ -433,8 +438,9 @@ def _check_values(x: Layout) -> None:
         wrong += uncovered(x)
     if x.compile and x.matmul and MATMULS[x.matmul].power:
         why = "torch.compile makes no kernels with scales of 8 bits"
+        other = next(name for name, z in MATMULS.items() if not z.power)
         wrong.append(
-            f"{x.matmul} with compile: {why}. Use {choices.FP8}, or leave compile out"
+            f"{x.matmul} with compile: {why}. Use {other}, or leave compile out"
         )
     least, most = traits(x.schedule)[:2]
     if not least <= x.chunks <= most:

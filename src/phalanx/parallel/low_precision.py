@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..layout import LayoutError
-from ..layout.choices import MATMULS, MatmulTraits
+from ..layout.choices import EXPONENT, MATMULS, MatmulTraits
 from .products import Matmul, Narrow
 
+_EXPONENT: torch.dtype = getattr(torch, EXPONENT)
 _LEAST = 1e-12  # replaces a maximum of zero, as in torchao
 
 
@@ -99,7 +100,6 @@ def _scales(
 ) -> tuple[Tensor, Tensor]:
     """Factors that multiply the values before rounding, and those that restore them."""
     if power:
-        # A float8_e8m0fnu is the exponent of a float32; 255 means infinity or NaN.
         bits = largest.float().view(torch.int32) >> 23
         # frexp's exponent is floor(log2(most)) + 1.
         stored = torch.where(
@@ -107,7 +107,7 @@ def _scales(
         )
         # The reciprocal of the scale 2^(stored - 127), by its exponent bits
         factor = ((254 - stored) << 23).view(torch.float32)
-        return factor, stored.to(torch.uint8).view(torch.float8_e8m0fnu)
+        return factor, stored.to(torch.uint8).view(_EXPONENT)
     # Divided in float64 and rounded once.
     factor = (most / largest.double().clamp(min=_LEAST)).float()
     return factor, factor.reciprocal()
@@ -366,7 +366,7 @@ def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
     """Scales as `scaled_mm` expects them, its name for them, and their swizzle."""
     kind: Any = F.ScalingType
     order: Any = F.SwizzleType
-    if z.scales.dtype == torch.float8_e8m0fnu:
+    if z.scales.dtype == _EXPONENT:
         # Tiles of 128 x 4, in which row r is stored in line r % 32 (cuBLAS, 1D block
         # scaling).
         m, runs = z.scales.shape
@@ -374,7 +374,7 @@ def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
         tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(
             0, 3, 2, 1, 4
         )
-        flat = tiles.flatten().view(torch.float8_e8m0fnu)
+        flat = tiles.flatten().view(_EXPONENT)
         return flat, kind.BlockWise1x32, order.SWIZZLE_32_4_4
     if z.run == z.numbers.shape[-1]:
         return z.of_rows().contiguous(), kind.RowWise, order.NO_SWIZZLE

@@ -75,10 +75,10 @@ class NarrowUnit(Unit):
         narrow: frozenset[str],
         **more: Any,
     ) -> None:
-        self.narrow = narrow
-        super().__init__(number, weights, groups, pool, precision, **more)
         assert isinstance(precision.matmul, EightBits)
         self.matmul, self.run = precision.matmul, precision.matmul.traits.run
+        self.narrow = narrow
+        super().__init__(number, weights, groups, pool, precision, **more)
         # (out / run, in / run) for a matrix in tiles, the whole shape for other weights
         shapes = {
             w.name: self._squares(w.local) if w.name in narrow else w.local
@@ -108,7 +108,8 @@ class NarrowUnit(Unit):
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn
+        dtype: torch.dtype = getattr(torch, self.matmul.traits.forward)
+        return dtype
 
     @torch.no_grad()
     def gather(self) -> Work:

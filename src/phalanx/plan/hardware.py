@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from ..layout.choices import BF16, DTYPES, FP8
+from ..layout.choices import BF16, DTYPES, MATMUL_RATES
 from ..program import AttentionLoad, Product
 from .curve import FACTORS
 from .device import Device, MachineError
@@ -31,7 +31,7 @@ STREAM = (
     0.85  # share of the memory's stated bandwidth in long reads and writes
 )
 FP4 = "fp4"  # NVFP4 and MXFP4, which only tables of published runs have
-NARROW = (FP8, FP4)  # formats of matmuls that inputs are rounded to
+NARROW = (*MATMUL_RATES, FP4)  # formats of matmuls that inputs are rounded to
 # Bytes of an element of a matmul's inputs. 16 elements of NVFP4 share a scale of 8 bits.
 _WIDTHS = {name: float(dtype.bytes) for name, dtype in DTYPES.items()}
 _WIDTHS[FP4] = 0.5 + 1 / 16
@@ -39,7 +39,7 @@ _WIDTHS[FP4] = 0.5 + 1 / 16
 # round them. NVFP4 has a scale for the whole tensor as well: each tensor, an input of two
 # matmuls, is read once more for its largest value (NVIDIA 2025, Pretraining LLMs with
 # NVFP4). Assumed: no time was measured.
-_QUANTISED = {FP8: 1.0, FP4: 2.0}
+_QUANTISED = dict.fromkeys(MATMUL_RATES, 1.0) | {FP4: 2.0}
 # Tiles of a matmul, and the relative rate of each size.
 _TILES = ((128, 256), (128, 128), (64, 128))
 _TILE_RATE = (1.0, 0.97, 0.8)

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import fmean
 
 from ..layout import Shape
-from ..layout.choices import FP8
 from .case import Case
 from .hardware import NARROW as NARROW_FORMATS
 from .hardware import Hardware, Roofline
@@ -137,7 +136,7 @@ def amounts(
     """The strength of each cause in a prediction, a factor on its width; 0: none."""
     layout, rates = case.layout, hardware.rates
     attention = attention_part(case.shape, case.sequence)
-    dtype = case.dtype or (FP8 if layout.matmul else layout.precision)
+    dtype = case.dtype or layout.fastest_format
     step = sum(parts.values())
     found = {
         BASE: 1.0,

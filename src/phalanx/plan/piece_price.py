@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..layout import ByKind, Layout
-from ..layout.choices import FP8, MATMULS
+from ..layout.choices import MATMULS
 from ..program import (
     AttentionLoad,
     CostedPiece,
@@ -402,7 +402,7 @@ def parts_of(
     """
     # The layout's narrower products are those of blocks. The head keeps its precision.
     dtype = case.dtype or (
-        FP8 if cut.matmul and not hardware.cores else cut.precision
+        cut.precision if hardware.cores else cut.fastest_format
     )
     software = Software(profile, cut)
     narrow = case.dtype in NARROW or bool(cut.matmul)

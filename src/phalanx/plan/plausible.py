@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from ..layout import Shape
-from ..layout.choices import FP8
 from ..layout.numbers import flops_text, seconds_text
 from ..program.flops import step_flops
 from .case import Case
@@ -111,7 +110,7 @@ def _flops_of_sequence(shape: Shape, sequence: int) -> float:
 def peak_of(case: Case, hardware: Hardware) -> float:
     """A device's peak FLOP/s in the fastest number format in use; 0 if it is unknown."""
     layout = case.layout
-    formats = {layout.precision, case.dtype, FP8 if layout.matmul else ""}
+    formats = {layout.precision, layout.fastest_format, case.dtype}
     return max(hardware.peak.get(name, 0.0) for name in formats)
 
 

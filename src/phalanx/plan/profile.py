@@ -131,7 +131,7 @@ class SoftwareProfile:
     )
     narrow_inputs: bool = key(
         False,
-        "under fp8, inputs of products stay in 8 bits until the backward",
+        "inputs of products in 8 bits stay so until the backward",
     )
     overlaps_data: bool = key(
         True, "data-parallel messages overlap with computing"
