@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout, LayoutError, Shape, legal
 from phalanx.models import delta
 from phalanx.parallel import Model, build_model
+from phalanx.parallel.local import LocalModel
 from phalanx.verify import (
     SHAPES,
     batch_of,
@@ -240,19 +241,29 @@ def test_documents_are_numbered_once_for_all_delta_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not in each of the three layers, nor in their recomputation."""
-    numbered = delta.numbered
-    calls = list[int]()
+    numbered, complete = delta.numbered, LocalModel.complete
+    calls, batches = list[int](), list[int]()
 
     def counted(documents: Tensor) -> Tensor:
         calls.append(len(documents))
         return numbered(documents)
 
+    def completed(
+        self: LocalModel, batch: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        batches.append(len(batch["tokens"]))
+        return complete(self, batch)
+
     monkeypatch.setattr(delta, "numbered", counted)
+    monkeypatch.setattr(LocalModel, "complete", completed)
     layouts = Layout.parse_many("cp2 accum:2 recompute:all")
     found = verify(SHAPES["delta"], layouts, steps=1, packed=True)
     assert failures(found) == []
-    # two ranks, each with two microbatches
-    assert len(calls) == 2 * 2
+    # The one process has the whole batch, and its layers number on their own.
+    whole = max(calls)
+    assert whole > max(batches)
+    of_ranks = [rows for rows in calls if rows < whole]
+    assert sorted(of_ranks) == sorted(batches)
 
 
 @pytest.mark.slow
