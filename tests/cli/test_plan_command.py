@@ -372,8 +372,10 @@ def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
 
 
 def test_where_nothing_fits_the_nearest_that_does_is_named(
-    capsys: Capture,
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Each number of devices has a search of its own, the largest the longest.
+    monkeypatch.setattr("phalanx.api.plan._MORE_DEVICES", (2,))
     argv = [
         "plan",
         "--model",
@@ -383,9 +385,10 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
         "--batch-tokens",
         "16384",
     ]
-    assert main([*argv, "--limit", "0.02"]) == 1
+    assert main([*argv, "--limit", "0.03"]) == 1
     out = capsys.readouterr().out
     assert "No layout of 124m fits on h100x1" in out
+    assert "It fits on h100x2: " in out
     found = re.search(r"It fits with --limit (\S+):", out + " ")
     assert found
     assert main([*argv, "--limit", found[1]]) == 0
