@@ -47,7 +47,13 @@ SEARCHES: dict[str, tuple[tuple[str, int], ...]] = {
 }
 _TOKENS = {"405b": 16 * 2**20}  # in a step
 # Cuts that `phalanx check` asks for.
-_CHECKED = ("", "tp8", "tp8 zb-h1", "tp8 seq", "tp8 seq zb-h1")
+_CHECKED = (
+    "bf16",
+    "tp8 bf16",
+    "tp8 zb-h1:1 bf16",
+    "tp8 seq bf16",
+    "tp8 seq zb-h1:1 bf16",
+)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.api.request import in_precision
 from phalanx.cost.cache import (
     cached_costs,
     code_digest,
@@ -22,6 +23,7 @@ from phalanx.cost.shipped import (
     shipped_costs,
 )
 from phalanx.layout import Layout, Shape
+from phalanx.layout.choices import BF16
 
 FILES = sorted(FOLDER.glob("*.json.gz"))
 EIGHT = Shape.load("8b")
@@ -68,6 +70,18 @@ def test_every_shipped_file_is_of_the_code_as_it_is_today() -> None:
         f"the code that costed {stale} has changed: run `python benchmarks/ship_costs.py --stamp`,"
         " or without --stamp if a cost has changed"
     )
+
+
+@pytest.mark.parametrize("seq", ["", "seq"])
+@pytest.mark.parametrize("schedule", ["1f1b:8", "zb-h1:8"])
+def test_a_check_of_a_named_size_in_a_pipeline_needs_no_costing(
+    schedule: str, seq: str, tmp_path: Path
+) -> None:
+    # `check` plans in bf16 where the layout names no precision.
+    words = f"dp2 pp4 tp8 {seq} zero1 {schedule}"
+    layout = in_precision(words, BF16)
+    cached_costs(EIGHT, [layout], sequence=EIGHT.sequence, place=tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_shipped_costs_equal_computed_ones_in_a_cut_of_each_size() -> None:
