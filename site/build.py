@@ -53,16 +53,20 @@ RUNTIME = (
 )
 # Packages that need neither torch nor numpy, and the parts of `cost` that pages use.
 PACKAGES = ("layout", "program", "draw", "plan", "cost", "api")
-INDEX = (
-    "\n## Documentation\n"  # the section of README that is the index of docs
-)
+# The section of README that is the index of the documents.
+INDEX = "\n## Documentation\n"
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'self' file: 'unsafe-inline' blob:"
     " 'wasm-unsafe-eval'; worker-src blob:; connect-src blob: data:;"
     " img-src 'self' file: data:; frame-src 'self' blob:"
 )
+# On a phone the links wrap into lines; each is at least 24 pixels high, as WCAG 2.2 asks.
+_NAVIGATION = (
+    "nav a { display: inline-block; padding: 4px 0; margin-right: 12px }"
+)
 _STYLE = (
-    "<style>nav a { margin-right: 12px } img { max-width: 100%; height: auto }"
+    f"<style>{_NAVIGATION}"
+    " img { max-width: 100%; height: auto }"
     " p { color: inherit; margin: 8px 0 } li { margin: 5px 0 }</style>"
 )
 
@@ -153,7 +157,7 @@ def _interactive(name: str, title: str, loaded: str) -> str:
         (HERE / file).read_text() for file in ("python.js", f"{name}.js")
     )
     body = (
-        f"<style>\n{(HERE / 'playground.css').read_text()}</style>",
+        f"<style>\n{_NAVIGATION}\n{(HERE / 'playground.css').read_text()}</style>",
         navigation(),
         (HERE / f"{name}.html").read_text(),
         origin("make site"),
