@@ -505,6 +505,8 @@ TECHNIQUES = {
     # The keys of Hugging Face for the widths of latents are none.
     "lora": (re.compile("(?<!kv[_-])(?<!q[_-])lora", re.I), 6, 4),
     "fp8": (re.compile("fp8|float8|e4m3|e5m2", re.I), 6, 0),
+    # Many still, of which few are rows: they are to fall.
+    "experts": (re.compile("expert|router", re.I), 80, 2),
     "delta": (re.compile("(?<![a-z])delta|Delta"), 7, 5),
     "mtp": (re.compile("mtp", re.I), 8, 2),
 }

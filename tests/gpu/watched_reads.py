@@ -14,7 +14,7 @@ from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, microbatches, on_device
-from phalanx.parallel.experts import cut_blocks
+from phalanx.parallel.block_parts import cut_blocks
 from phalanx.parallel.local import build_local
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW

@@ -19,7 +19,7 @@ from phalanx.cli.main import main
 from phalanx.layout import Layout, LayoutError
 from phalanx.models import Core, ExpertBlock
 from phalanx.parallel import Model, build_model, refuse_unfit, start
-from phalanx.parallel.experts import cut_blocks
+from phalanx.parallel.block_parts import cut_blocks
 from phalanx.parallel.fitness import misfits
 from phalanx.verify import SHAPES, every_layout, verify
 

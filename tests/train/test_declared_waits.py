@@ -21,8 +21,8 @@ from phalanx.comm import Work
 from phalanx.comm.threads import ThreadGroup, ThreadWorld, run_threads
 from phalanx.layout import Layout, Mesh, Shape
 from phalanx.parallel import Precision, build_model, microbatches
+from phalanx.parallel.block_parts import cut_blocks
 from phalanx.parallel.compile import BACKEND
-from phalanx.parallel.experts import cut_blocks
 from phalanx.parallel.local import build_local
 from phalanx.parallel.low_precision import matmul_named
 from phalanx.program import Op, Program, StepOptions, ops

@@ -21,7 +21,8 @@ from phalanx.comm import Group, Work, World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout
 from phalanx.parallel import Precision, build_model, microbatches
-from phalanx.parallel.experts import Exchange, cut_blocks
+from phalanx.parallel.block_parts import cut_blocks
+from phalanx.parallel.experts import Exchange
 from phalanx.parallel.groups import Groups, UnitGroups, open_groups
 from phalanx.parallel.local import build_local
 from phalanx.parallel.low_precision import matmul_named

@@ -21,7 +21,7 @@ from phalanx.comm.agree import exchange
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import build_model, microbatches
-from phalanx.parallel.experts import cut_blocks
+from phalanx.parallel.block_parts import cut_blocks
 from phalanx.parallel.local import build_local
 from phalanx.program import StepOptions
 from phalanx.train import loop

@@ -39,7 +39,7 @@ from ..parallel import (
     share,
 )
 from ..parallel.batch import count_valid
-from ..parallel.experts import cut_blocks
+from ..parallel.block_parts import cut_blocks
 from ..parallel.own_apart import refuse_other_pieces
 from ..parallel.own_loss import (
     LossFunction,

@@ -185,7 +185,7 @@ def costed_cuts(
     and the temporary bytes with each of `_MORE_ROWS`.
     """
     from ..parallel import build_model, load_model
-    from ..parallel.experts import cut_blocks
+    from ..parallel.block_parts import cut_blocks
     from ..parallel.kinds import alike
     from ..parallel.rows import model_rows
     from .pieces import cost_kinds

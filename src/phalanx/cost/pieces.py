@@ -25,7 +25,8 @@ from ..models.ahead import HIDDEN, look_ahead
 from ..models.experts import CHOICES
 from ..parallel import Model, Piece, Precision, Unit, time_multiple
 from ..parallel.batch import edge_shape
-from ..parallel.experts import SENT, cut_blocks
+from ..parallel.block_parts import cut_blocks
+from ..parallel.experts import SENT
 from ..parallel.kinds import alike, one_of_each
 from ..parallel.local import LocalModel, build_local
 from ..parallel.low_precision import matmul_named

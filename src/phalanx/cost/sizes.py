@@ -17,7 +17,7 @@ from ..layout.choices import GLOO
 from ..layout.optimizers import USUAL_OPTIMIZER, OptimizerChoice
 from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
-from ..parallel.experts import cut_blocks
+from ..parallel.block_parts import cut_blocks
 from ..parallel.kinds import alike
 from ..parallel.local import LocalModel, build_local
 from ..parallel.matrices import owned_elements

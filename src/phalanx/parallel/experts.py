@@ -9,54 +9,18 @@ An expert may receive none. Not here: what the pieces compute.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..comm import Group, Work
-from ..layout import Layout, LayoutError
-from ..models import ExpertBlock, ExpertProducts, ExpertsPart
 from .groups import Groups
-from .model import Model
 from .pieces import Bundle
 from .works import ChainedWork, WorkGroup
 
 SENT = "sent"  # the bundle's name for tokens that travel
-
-
-def cut_blocks(model: Model, layout: Layout) -> Model:
-    """Split each block with experts into three pieces, if the layout keeps these apart.
-
-    Otherwise blocks stay whole and also output the terms of their routers' losses.
-    """
-    pieces: list[tuple[str, nn.Module]] = []
-    for name, piece in model.pieces:
-        if type(piece) is ExpertBlock:
-            parts = (
-                piece.parts()
-                if layout.experts_apart
-                else (piece.with_losses(),)
-            )
-            pieces += [(name, part) for part in parts]
-            continue
-        if layout.experts_apart and not isinstance(piece, ExpertsPart):
-            _refuse_hidden_experts(name, piece, layout)
-        pieces.append((name, piece))
-    changed = tuple(pieces) != tuple(model.pieces)
-    return replace(model, pieces=tuple(pieces)) if changed else model
-
-
-def _refuse_hidden_experts(
-    name: str, piece: nn.Module, layout: Layout
-) -> None:
-    if any(isinstance(module, ExpertProducts) for module in piece.modules()):
-        raise LayoutError(
-            f"{layout}: {name} has experts and is a {type(piece).__name__}, which does not show where"
-            " tokens leave it. Make it an ExpertBlock, or use dp in place of ep and no compile."
-        )
 
 
 class Choices:

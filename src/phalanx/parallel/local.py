@@ -17,11 +17,12 @@ from ..models import ExpertsPart
 from ..models.loss import ExtraLoss
 from ..program import Program, ops
 from .batch import edge_shape
+from .block_parts import cut_blocks
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
 from .data import PlainUnit, Precision, Unit
 from .exact import ExactUnit
-from .experts import Exchange, cut_blocks
+from .experts import Exchange
 from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
 from .model import Derive, Model, start

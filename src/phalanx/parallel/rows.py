@@ -23,7 +23,7 @@ from ..layout.pieces import (
 )
 from ..models import ExpertsPart, MergingPart, RoutingPart
 from ..models.experts import loss_router
-from .experts import cut_blocks
+from .block_parts import cut_blocks
 from .kinds import alike
 from .local import model_stages
 from .model import Model

@@ -15,7 +15,7 @@ from ..layout.optimizers import USUAL_OPTIMIZER, OptimizerChoice
 from ..layout.run import DPO, Run
 from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision, build_model, load_model
-from ..parallel.experts import cut_blocks
+from ..parallel.block_parts import cut_blocks
 from ..parallel.preference import give_preference_loss
 from ..parallel.rows import model_pieces
 from ..program import Program, StepOptions, build, check

@@ -26,7 +26,7 @@ from ..parallel import (
     load_model,
     refuse_mixing,
 )
-from ..parallel.experts import cut_blocks
+from ..parallel.block_parts import cut_blocks
 from ..parallel.own_loss import BY_TARGETS
 from ..parallel.preference import BY_PAIRS
 from ..program import Program, options_of

@@ -24,7 +24,7 @@ from ..layout.choices import ACCUM, BF16, FP32, FP64, THREADS
 from ..layout.exact import exact_batch
 from ..layout.mesh import Mesh
 from ..parallel import Model, build_model, refuse_unfit
-from ..parallel.experts import cut_blocks
+from ..parallel.block_parts import cut_blocks
 from ..program import Op, Program, ProgramError, ops
 from ..train.precision import precision_of
 from .cases import trial_batch

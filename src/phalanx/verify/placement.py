@@ -39,7 +39,8 @@ from ..layout.choices import FP32
 from ..layout.mesh import Axis
 from ..models import Router
 from ..parallel import Model, Unit, microbatches, tensor, time_multiple
-from ..parallel.experts import SENT, Choices, Routes, cut_blocks
+from ..parallel.block_parts import cut_blocks
+from ..parallel.experts import SENT, Choices, Routes
 from ..parallel.kinds import alike
 from ..parallel.local import build_local
 from ..parallel.pieces import Bundle

@@ -19,7 +19,8 @@ from ..layout import Layout
 from ..layout.choices import SCHEDULES, SEARCHED
 from ..models import RoutingPart
 from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
-from ..parallel.experts import cut_blocks, in_runs
+from ..parallel.block_parts import cut_blocks
+from ..parallel.experts import in_runs
 from ..parallel.local import LocalModel, build_local, own_time_parts
 from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight
