@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .fused import Gated, fuses
 from .kernels import HALVES
 from .sizes import DecoderSizes
 
@@ -27,6 +28,9 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if activation == "clamped":
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
+    if activation == "silu" and fuses(gate):
+        fused: Tensor = Gated.call(gate, up)
+        return fused
     return (
         F.silu(gate)
         if activation == "silu"

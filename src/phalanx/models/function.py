@@ -7,6 +7,15 @@ from typing import Any
 import torch
 
 
+def is_transformed() -> bool:
+    """True while torch compiles, or inside of one of torch.func's transforms."""
+    transforms: Any = torch._C  # its stubs leave this function out
+    return bool(
+        torch.compiler.is_compiling()
+        or transforms._are_functorch_transforms_active()
+    )
+
+
 class FrequentFunction(torch.autograd.Function):
     """An autograd function with two calls that are `apply` without its checks.
 
@@ -21,10 +30,6 @@ class FrequentFunction(torch.autograd.Function):
     @classmethod
     def call_or_apply(cls, *args: Any) -> Any:
         """Call a function, by `apply` inside a transform or while compiling."""
-        transforms: Any = torch._C  # its stubs leave this function out
-        if (
-            torch.compiler.is_compiling()
-            or transforms._are_functorch_transforms_active()
-        ):
+        if is_transformed():
             return cls.apply(*args)  # type: ignore[no-untyped-call]
         return cls.call(*args)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fused import Rotated, fuses
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -174,6 +176,9 @@ def rotate(
     DeepSeek's pair `neighbours`. Those come out in halves too: queries and keys are
     permuted alike, so scores are the same.
     """
+    if cos.dtype == torch.float32 and fuses(x):
+        fused: Tensor = Rotated.call(x, cos, sin, pairs == "neighbours")
+        return fused
     wide = x.to(cos.dtype)
     half = x.shape[-1] // 2
     if pairs == "neighbours":

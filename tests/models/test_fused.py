@@ -1,0 +1,81 @@
+"""The kernels of rotation and gating give what plain torch gives, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phalanx.models import fused
+from phalanx.models.rope import Rope, rotate
+
+MODULE = "phalanx.models.fused_kernels"
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that run on the CPU: Triton decides when they are defined."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    fused._kernels.cache_clear()
+    yield
+    sys.modules.pop(MODULE, None)
+    fused._kernels.cache_clear()
+
+
+def gradients_of(y: Tensor, *inputs: Tensor) -> list[Tensor]:
+    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    y.backward(gradient.bfloat16().to(y.dtype))
+    found = [x.grad for x in inputs]
+    assert all(each is not None for each in found)
+    return [each for each in found if each is not None]
+
+
+def agree(found: Tensor, wanted: Tensor) -> None:
+    """Asserts equality to a unit in the last place of bfloat16."""
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(
+        found.float(), wanted.float(), rtol=2**-7, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+@pytest.mark.parametrize("width, heads", [(8, 3), (12, 1), (64, 33)])
+def test_rotation(
+    interpreted: None, pairs: str, width: int, heads: int
+) -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1], [900, 901, 902, 903, 904]])
+    cos, sin = Rope(10_000.0).angles(positions, width, torch.bfloat16)
+    whole = torch.randn(2, 5, heads, width + 4).bfloat16()
+    # A part of each head's features, as of models that rotate some: strided.
+    x = whole[..., :width].detach().requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    wanted = rotate(exact, cos.double(), sin.double(), pairs)
+    y: Any = fused.Rotated.call(x, cos, sin, pairs == "neighbours")
+    agree(y.detach(), wanted.detach())
+    agree(gradients_of(y, x)[0], gradients_of(wanted, exact)[0])
+
+
+def test_gating(interpreted: None) -> None:
+    # More elements than one program holds, and not a multiple of it.
+    gate, up = (
+        torch.randn(2, 3, 401).bfloat16().requires_grad_() for _ in range(2)
+    )
+    exact = [x.detach().double().requires_grad_() for x in (gate, up)]
+    wanted = F.silu(exact[0]) * exact[1]
+    y: Any = fused.Gated.call(gate, up)
+    agree(y.detach(), wanted.detach())
+    found = gradients_of(y, gate, up)
+    for own, each in zip(found, gradients_of(wanted, *exact), strict=True):
+        agree(own, each)
+
+
+def test_plain_torch_runs_without_a_gpu() -> None:
+    assert not fused.fuses(torch.ones(2, 2).bfloat16())
+    assert not fused.fuses(torch.ones(2, 2))
