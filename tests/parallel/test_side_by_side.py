@@ -149,5 +149,5 @@ def test_layers_that_are_not_plain_keep_separate_products() -> None:
     read_elsewhere.only_reader = False
     assert len(products_of(piece_of(read_elsewhere), x)) == 3
     adapted = Three()
-    adapt(adapted.b, 2, 1.0)
+    adapt(adapted.b, "lora", 2, alpha=1.0)
     assert len(products_of(piece_of(adapted), x)) == 5
