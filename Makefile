@@ -47,7 +47,7 @@ mutations: .venv/installed
 audited: .venv-audited/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks:torch-audit/src .venv-audited/bin/python -m audited --write
 
-# Where each thing lives: packages, files and a sentence for each. make map FOLDER=src/phalanx/plan
+# Where each thing lives: packages, files and a sentence for each. make map FOLDER=src/phalanx/planner
 map:
 	@$(PYTHON) tests/house_map.py $(FOLDER)
 

@@ -22,8 +22,8 @@ from phalanx.layout import Layout, Rules, Shape, plain_pieces
 from phalanx.parallel import Model, build_model, microbatches
 from phalanx.parallel.local import build_local, model_stages
 from phalanx.program import StepOptions, Timeline, build
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
 
 
 class _Sleep(torch.autograd.Function):

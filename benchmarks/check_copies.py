@@ -15,8 +15,8 @@ import time
 
 from phalanx.comm import World, launch
 from phalanx.layout import Layout, Run
-from phalanx.train.copies import Copies
-from phalanx.train.rank import Rank
+from phalanx.training.copies import Copies
+from phalanx.training.rank import Rank
 
 SIZES = {
     "small": "model={layers=4,hidden=64,heads=4,ffn=172,vocab=256,sequence=64}",

@@ -31,10 +31,10 @@ def work(out: Path) -> None:
 
     from phalanx.comm import AloneWorld
     from phalanx.layout import Layout, Run
-    from phalanx.train.checkpoint import Saver
-    from phalanx.train.checkpoint_format import Progress
-    from phalanx.train.checkpoint_load import load
-    from phalanx.train.rank import Rank
+    from phalanx.training.checkpoint import Saver
+    from phalanx.training.checkpoint_format import Progress
+    from phalanx.training.checkpoint_load import load
+    from phalanx.training.rank import Rank
 
     run = Run.parse("", "run", (MODEL, "batch=1", f"out={out}"))
     rank = Rank(AloneWorld(), run, Layout.parse("fp32"))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from phalanx.comm import launch
 from phalanx.layout import Layout, Run
-from phalanx.train.loop import train
+from phalanx.training.loop import train
 
 RUN = """
 batch = 32

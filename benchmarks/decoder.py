@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hand_model import HandModel
 from phalanx.models import Decoder
-from phalanx.train.rank import keep_freed_memory
+from phalanx.training.rank import keep_freed_memory
 from train_steps import ROWS, SEQUENCE, SIZES
 
 Call = Callable[[], Tensor]

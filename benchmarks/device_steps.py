@@ -41,9 +41,9 @@ from torch.profiler import ProfilerActivity, profile
 from hand_model import HandModel
 from phalanx.comm.alone import AloneWorld
 from phalanx.layout import Layout, Run, Shape
-from phalanx.train.next_batch import NextBatch
-from phalanx.train.program import shape_of
-from phalanx.train.rank import Rank, batches_of
+from phalanx.training.next_batch import NextBatch
+from phalanx.training.program import shape_of
+from phalanx.training.rank import Rank, batches_of
 
 MODELS = {
     "1b": "1b",

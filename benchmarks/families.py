@@ -21,7 +21,7 @@ from phalanx.layout import Layout, LayoutError, Shape
 from phalanx.layout.cases import covering, every_layout
 from phalanx.layout.choices import FP64
 from phalanx.parallel import Model, fitting, load_model
-from phalanx.verify import verify
+from phalanx.verification import verify
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 # These families verify the fewest layouts of four ranks that cover every pair of

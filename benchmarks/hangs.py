@@ -130,7 +130,7 @@ def train_with(
 ) -> Any:
     """Run `train` with a fault on one rank."""
     from phalanx.program import ops
-    from phalanx.train import checkpoint, executor, loop, rank, validation
+    from phalanx.training import checkpoint, executor, loop, rank, validation
 
     folder = Path(fault["folder"])
     kind, step = fault["kind"], fault["step"]
@@ -216,7 +216,7 @@ def one(fault: dict[str, Any]) -> int:
     from phalanx.layout import Layout
     from phalanx.layout.run import Run
     from phalanx.program import ops
-    from phalanx.train.watched import call_timeout
+    from phalanx.training.watched import call_timeout
 
     words = [*SMALL, f"out={fault['folder']}/run", *fault["words"]]
     run = Run.parse("", "run", tuple(words))

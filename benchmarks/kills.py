@@ -7,7 +7,7 @@ A kill is SIGKILL at a drawn moment, to one rank, to the command or torchrun's a
 to all of them; a third of the kills hit a save. After each kill every checkpoint is
 verified, and no process or shared memory may be left. After ten kills the run continues
 to its end; its losses and weights must equal those of an undisturbed run, bit for bit.
-The checks are in `tests/train/kill_worlds.py`.
+The checks are in `tests/training/kill_worlds.py`.
 
 The soak is one run with `train.restarts`. Faults come at drawn moments, `--between`
 seconds apart on average: one rank or all are killed, a rank is stopped (SIGSTOP), or
@@ -30,7 +30,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "train"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "training"))
 
 from kill_worlds import CODE, Campaign, family
 from loop_worlds import records

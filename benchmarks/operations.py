@@ -52,9 +52,9 @@ from phalanx.comm import Work
 from phalanx.comm.alone import AloneWorld
 from phalanx.layout import Layout, Run
 from phalanx.parallel import count_valid, data, pieces
-from phalanx.train import optimizer, totals
-from phalanx.train.optimizer import Scale
-from phalanx.train.rank import Rank
+from phalanx.training import optimizer, totals
+from phalanx.training.optimizer import Scale
+from phalanx.training.rank import Rank
 from torch_loops import Plain
 from train_steps import SIZES
 

@@ -24,10 +24,10 @@ import torch
 import phalanx
 from phalanx.comm import AloneWorld
 from phalanx.layout import Layout, Run
-from phalanx.train.program import shape_of
-from phalanx.train.rank import Rank, batches_of
+from phalanx.training.program import shape_of
+from phalanx.training.rank import Rank, batches_of
 
-TESTS = Path(__file__).parents[1] / "tests" / "train"
+TESTS = Path(__file__).parents[1] / "tests" / "training"
 STEPS, WARM, LR, CLIP = 120, 10, 1e-3, 1.0
 SIZES = {
     "n_layer": 6,

@@ -13,10 +13,10 @@ import sys
 from collections import defaultdict
 
 from phalanx.cost import cached_costs
-from phalanx.plan.calibrate import LongestPath
-from phalanx.plan.profile import FITTED, SoftwareProfile
-from phalanx.plan.published import PublishedRun, runs_of
-from phalanx.plan.table import read_table
+from phalanx.planner.calibrate import LongestPath
+from phalanx.planner.profile import FITTED, SoftwareProfile
+from phalanx.planner.published import PublishedRun, runs_of
+from phalanx.planner.table import read_table
 from published.held_out import START, shared, some
 
 

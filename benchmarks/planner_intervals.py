@@ -2,7 +2,7 @@
 held-out runs.
 
     python benchmarks/planner_intervals.py               # fits, leaves each family out, prints
-    python benchmarks/planner_intervals.py --write       # and writes src/phalanx/plan/intervals.toml
+    python benchmarks/planner_intervals.py --write       # and writes src/phalanx/planner/intervals.toml
     python benchmarks/planner_intervals.py TABLE.csv...  # predicts families anew: published/intervals.csv
 
 A row of `intervals.csv` has the measured and predicted time of a run, and how strongly
@@ -27,18 +27,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost import cached_costs
-from phalanx.draw import text_table
-from phalanx.plan.calibrate import spread_over
-from phalanx.plan.hardware import PredictionError
-from phalanx.plan.interval import CAUSES, amounts, widths
-from phalanx.plan.profile import SoftwareProfile, profile
-from phalanx.plan.published import MOST, PublishedRun, predict, runs_of
-from phalanx.plan.table import read_table
+from phalanx.drawing import text_table
+from phalanx.planner.calibrate import spread_over
+from phalanx.planner.hardware import PredictionError
+from phalanx.planner.interval import CAUSES, amounts, widths
+from phalanx.planner.profile import SoftwareProfile, profile
+from phalanx.planner.published import MOST, PublishedRun, predict, runs_of
+from phalanx.planner.table import read_table
 
 RUNS = Path(__file__).parent / "published" / "intervals.csv"
 SCORED = Path(__file__).parent / "published" / "scored.csv"
 WIDTHS = (
-    Path(__file__).parents[1] / "src" / "phalanx" / "plan" / "intervals.toml"
+    Path(__file__).parents[1]
+    / "src"
+    / "phalanx"
+    / "planner"
+    / "intervals.toml"
 )
 UNKNOWN = "unknown"  # stands for the software in a group's name
 _ROWS = 40  # per group

@@ -37,17 +37,17 @@ from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape, legal
 from phalanx.parallel import build_model, microbatches
 from phalanx.parallel.local import build_local
-from phalanx.plan import Machine
-from phalanx.plan.calibrate import CostedRun, Measured, calibrated, costed
-from phalanx.plan.local import hardware_of_machine, local_profile
-from phalanx.plan.profile import NUMBERS, SoftwareProfile
-from phalanx.plan.step import case_of
+from phalanx.planner import Machine
+from phalanx.planner.calibrate import CostedRun, Measured, calibrated, costed
+from phalanx.planner.local import hardware_of_machine, local_profile
+from phalanx.planner.profile import NUMBERS, SoftwareProfile
+from phalanx.planner.step import case_of
 from phalanx.program import StepOptions
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
-from phalanx.train.precision import precision_of
-from phalanx.train.program import program_of
-from phalanx.verify import batch_of
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
+from phalanx.training.precision import precision_of
+from phalanx.training.program import program_of
+from phalanx.verification import batch_of
 
 MODELS = {
     "deep": Shape(

@@ -19,9 +19,9 @@ from functools import partial
 
 from phalanx.cli.plan_score import score_text
 from phalanx.cost import cached_costs
-from phalanx.plan.published import runs_of
-from phalanx.plan.score import FamilyScore, score
-from phalanx.plan.table import read_table
+from phalanx.planner.published import runs_of
+from phalanx.planner.score import FamilyScore, score
+from phalanx.planner.table import read_table
 from published.held_out import hold_out, unfitted
 
 _CHUNK = 8  # rows given to a process at once: rows of one program are adjacent

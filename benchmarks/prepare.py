@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[1]
 TIMED = """
 import sys, time
 from pathlib import Path
-from phalanx.train.data.prepare import prepare
-from phalanx.train.data.vocabulary import Bytes
+from phalanx.training.data.prepare import prepare
+from phalanx.training.data.vocabulary import Bytes
 for n in range(6):
     if n == 1:
         begun = time.process_time()
@@ -105,8 +105,8 @@ def compare_bytes(folder: Path, rounds: int, before: str) -> None:
 def compare_tokenizer(folder: Path, rounds: int) -> None:
     import tokenizers
 
-    from phalanx.train.data.prepare import prepare
-    from phalanx.train.data.vocabulary import open_vocabulary
+    from phalanx.training.data.prepare import prepare
+    from phalanx.training.data.vocabulary import open_vocabulary
 
     files = written(folder, 8_000_000)
     texts = [

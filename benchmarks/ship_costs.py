@@ -36,7 +36,7 @@ from phalanx.cost.shipped import (
     write_shipped,
 )
 from phalanx.layout import Layout, Shape
-from phalanx.plan.search import baselines, search
+from phalanx.planner.search import baselines, search
 
 TARGET = "cuda"
 # Clusters and sequence lengths (0: the size's own) that a size is searched for.

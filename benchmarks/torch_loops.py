@@ -40,7 +40,7 @@ import torch_shm
 from hand_model import HandModel
 from phalanx.layout import Run
 from phalanx.models import Decoder
-from phalanx.train.rank import batches_of, keep_freed_memory
+from phalanx.training.rank import batches_of, keep_freed_memory
 
 __all__ = ["LOOPS", "Plain"]
 

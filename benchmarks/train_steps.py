@@ -112,7 +112,7 @@ def look_at_travels() -> None:
     """Record the exchange times of each step's measured timeline; a span ends when it
     is waited for."""
     from phalanx.program import Timeline, ops
-    from phalanx.train.executor import Executor
+    from phalanx.training.executor import Executor
 
     real = Executor.step
 
@@ -185,8 +185,8 @@ def phalanx(words: list[str], gate_of: Callable[[int], Any]) -> None:
     A step is timed from its batch to its log line.
     """
     from phalanx.cli.main import main
-    from phalanx.train.log import RunLog
-    from phalanx.train.rank import Rank
+    from phalanx.training.log import RunLog
+    from phalanx.training.rank import Rank
 
     gates: list[Any] = []
     made, batch, line = Rank.__init__, Rank.batch, RunLog.step

@@ -273,7 +273,7 @@ def prepared(out: Path) -> Path:
 
 
 def picture(curves: dict[str, dict[int, float]]) -> str:
-    from phalanx.draw.chart import ChartAxis, Series, chart
+    from phalanx.drawing.chart import ChartAxis, Series, chart
 
     series = [Series(name, sorted(curve.items())) for name, curve in curves.items()]
     across = ChartAxis("step", "{:.0f}".format, base=0)

@@ -23,8 +23,8 @@ from smollm import FACTS, command, converted, losses, settings, written
 
 import phalanx
 from phalanx.api.train import train
-from phalanx.train.checkpoint_format import step_of
-from phalanx.train.checkpoint_load import newest
+from phalanx.training.checkpoint_format import step_of
+from phalanx.training.checkpoint_load import newest
 
 FIRST, THEN = ("dp2 zero3", 2), ("tp3", 3)  # a layout, and its ranks
 SAVE, KILL = 3, 5
@@ -54,7 +54,7 @@ def last_saved(out: Path) -> int:
 
 
 def picture(first: list[float], whole: list[float], start: int) -> str:
-    from phalanx.draw.chart import ChartAxis, Series, chart
+    from phalanx.drawing.chart import ChartAxis, Series, chart
 
     numbered = list(enumerate(whole, 1))
     series = [

@@ -26,8 +26,8 @@ import torch
 import transformers
 
 from phalanx import Run
-from phalanx.train.program import shape_of
-from phalanx.train.rank import batches_of
+from phalanx.training.program import shape_of
+from phalanx.training.rank import batches_of
 
 LAYOUTS = ("accum:2", "dp2 zero1", "dp2 zero3", "pp2 1f1b:2", "cp2", "tp3 seq")
 BATCH, LR = 4, 5e-5
@@ -183,7 +183,7 @@ def phases(layout: str, weights: Path, out: Path, steps: int) -> list[float]:
 
 
 def picture(curves: dict[str, list[float]]) -> str:
-    from phalanx.draw.chart import ChartAxis, Series, chart
+    from phalanx.drawing.chart import ChartAxis, Series, chart
 
     series = [
         Series(name, [(step + 1, loss) for step, loss in enumerate(curve)])

@@ -35,8 +35,8 @@ import wall
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from phalanx.draw import Html, tag
-from phalanx.draw.page import frame
+from phalanx.drawing import Html, tag
+from phalanx.drawing.page import frame
 
 HERE = Path(__file__).parent
 TREE = HERE.parent
@@ -52,7 +52,7 @@ RUNTIME = (
     "pyodide-lock.json",
 )
 # Packages that need neither torch nor numpy, and the parts of `cost` that pages use.
-PACKAGES = ("layout", "program", "draw", "plan", "cost", "api")
+PACKAGES = ("layout", "program", "drawing", "planner", "cost", "api")
 # The section of README that is the index of the documents.
 INDEX = "\n## Documentation\n"
 _POLICY = (

@@ -19,8 +19,8 @@ from formula import NoFormula, costs_from
 
 from phalanx.api.step import step_of
 from phalanx.cost import step_flops
-from phalanx.draw import Html, Picture, paragraphs, table, timeline
-from phalanx.draw.page import frame
+from phalanx.drawing import Html, Picture, paragraphs, table, timeline
+from phalanx.drawing.page import frame
 from phalanx.layout import (
     Layout,
     LayoutError,
@@ -32,12 +32,12 @@ from phalanx.layout import (
 from phalanx.layout.choices import BF16
 from phalanx.layout.families import shape_of
 from phalanx.layout.numbers import bytes_text, count_text, seconds_text
-from phalanx.plan.device import devices
-from phalanx.plan.hardware import hardware_of
-from phalanx.plan.interval import interval
-from phalanx.plan.link import cluster, clusters
-from phalanx.plan.local import profile_for
-from phalanx.plan.step import Choice, Pricer, Request
+from phalanx.planner.device import devices
+from phalanx.planner.hardware import hardware_of
+from phalanx.planner.interval import interval
+from phalanx.planner.link import cluster, clusters
+from phalanx.planner.local import profile_for
+from phalanx.planner.step import Choice, Pricer, Request
 from phalanx.program import Program, build, faults, simulate
 from phalanx_lab import exercises
 

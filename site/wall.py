@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.draw import Html, paragraphs, table, tag
+from phalanx.drawing import Html, paragraphs, table, tag
 from phalanx.layout import Layout, Shape, legal, staged_pieces
 from phalanx.layout.cases import SHAPES
 from phalanx.layout.choices import COMPARED, DTYPES, FP64, GLOO, SHM, THREADS
@@ -70,7 +70,7 @@ MISTAKES = tomllib.loads((HERE / "mistakes.toml").read_text(encoding="utf-8"))
 
 def compared(part: str) -> Data:
     """Compare every layout that fits with one process, over a backend."""
-    from phalanx.verify import verify
+    from phalanx.verification import verify
 
     backend, dtype, models = COMPARISONS[part]
     cells: dict[str, dict[str, Any]] = {str(layout): {} for layout in LAYOUTS}
@@ -121,7 +121,7 @@ def own_code() -> Data:
     """Compare decoders in transformers' own code, over threads."""
     import families
     from phalanx.parallel import fitting
-    from phalanx.verify import verify
+    from phalanx.verification import verify
 
     rows = Layout.parse_many(families.FEW)
     cells: dict[str, dict[str, Any]] = {str(layout): {} for layout in rows}
@@ -169,7 +169,7 @@ def seeded_faults() -> Data:
     """Record, for each seeded fault, the findings of `verify` and `check --sums`, and
     the error of the loss."""
     from phalanx.parallel import build_model
-    from phalanx.verify.placement import placement_faults
+    from phalanx.verification.placement import placement_faults
     from seeded import FAULTS, catch, refusal_of
 
     rows = []

@@ -19,8 +19,8 @@ settings.load_profile("suite")
 # Modules that every rank of a test would load, up to a second each. The process from
 # which ranks are forked loads them once.
 LOADED = (
-    "phalanx.verify",
-    "phalanx.train.loop",
+    "phalanx.verification",
+    "phalanx.training.loop",
     "torch.fx.experimental.symbolic_shapes",
 )
 

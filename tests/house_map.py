@@ -1,6 +1,6 @@
 """Map of the source: each package with its level, and each file with the first sentence of its docstring.
 
-`make map` prints it; `make map FOLDER=src/phalanx/plan` prints one folder.
+`make map` prints it; `make map FOLDER=src/phalanx/planner` prints one folder.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "phalanx"
 # A package imports those of lower levels only.
 LEVELS: dict[str, int] = {
-    "layout": 0, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4,
-    "cost": 5, "bench": 5, "generate": 5, "train": 6, "verify": 7, "report": 7, "api": 9, "cli": 10,
+    "layout": 0, "program": 1, "drawing": 2, "planner": 2, "models": 3, "comm": 3, "parallel": 4,
+    "cost": 5, "bench": 5, "generate": 5, "training": 6, "verification": 7, "report": 7, "api": 9, "cli": 10,
 }  # fmt: skip
 # Packages that stand alone, with those that their files may import.
 APART = {

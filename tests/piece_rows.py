@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from phalanx.layout import Layout, Shape, legal
 from phalanx.parallel import Model, build_model
-from phalanx.verify.rows import rows_differ
+from phalanx.verification.rows import rows_differ
 
 LAYOUTS = (
     "", "pp2 1f1b:2", "tp2", "tp2 seq", "tp4", "tp4 seq", "ep2", "ep2 tp2 seq", "ep2 tp2 seq experts:tp",

@@ -29,7 +29,7 @@ NOT_RUN = {
     ("", r"^(make|git clone|cd |python3 -m venv|pip install)"): "it sets the machine up, or takes an hour",
     ("", r"-m pytest|^\.venv/bin/pip "): "tests, which run by themselves; an installation",
     ("", r"^(torchrun|sbatch|kubectl|ray|sky) "): "tests/clusters starts these launchers",
-    ("docs/continue-a-model.md", ""): "needs a model of 16 GB; tests/train/test_continue_a_model.py "
+    ("docs/continue-a-model.md", ""): "needs a model of 16 GB; tests/training/test_continue_a_model.py "
     "runs the page with a small one",
     ("docs/verified.md", r"--ranks 8|--cover|shm"): "hours; what it printed stands there with its date",
     ("docs/verified.md", r"^\.venv/bin/python -c"): "several lines; it lists layouts for the next command",
@@ -37,8 +37,8 @@ NOT_RUN = {
     ("docs/add-a-way-to-split.md", "--cover"): "minutes",
     ("docs/add-a-technique.md", "--cover"): "minutes",
     ("docs/training.md", "# as rank 1 of 2"): "an example of ranks that were started wrongly",
-    ("docs/planning.md", "machine.toml"): "measures for a minute; tests/plan/test_local.py plans on one",
-    ("docs/your-own-loop.md", "ten_modules.py"): "tests/train/test_ten_modules.py compares its table",
+    ("docs/planning.md", "machine.toml"): "measures for a minute; tests/planner/test_local.py plans on one",
+    ("docs/your-own-loop.md", "ten_modules.py"): "tests/training/test_ten_modules.py compares its table",
     ("docs/scored.md", ""): "minutes each; benchmarks/planner_score.py runs them",
     ("docs/shared-memory.md", "benchmarks/backends.py"): "measures for an hour",
     ("docs/collectives.md", ""): "measures for minutes",

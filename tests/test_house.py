@@ -147,9 +147,9 @@ def test_imports_go_down_only_and_packages_of_one_level_do_not_import_each_other
 CIRCLES = {
     "phalanx.layout.families": "phalanx.layout.shape",
     "phalanx.layout.shape": "phalanx.layout.families",
-    "phalanx.draw.picture": "phalanx.draw.svg phalanx.draw.text",
-    "phalanx.draw.svg": "phalanx.draw.picture",
-    "phalanx.draw.text": "phalanx.draw.picture",
+    "phalanx.drawing.picture": "phalanx.drawing.svg phalanx.drawing.text",
+    "phalanx.drawing.svg": "phalanx.drawing.picture",
+    "phalanx.drawing.text": "phalanx.drawing.picture",
 }
 
 
@@ -228,7 +228,7 @@ def test_a_package_of_its_own_imports_only_what_it_names(folder: str) -> None:
 def test_experiments_of_the_lab_import_the_packages_of_groups_costs_pictures_and_plans_only() -> (
     None
 ):
-    allowed = {"comm", "cost", "draw", "plan"}
+    allowed = {"comm", "cost", "drawing", "planner"}
     for path in sorted(
         (ROOT / "lab/src/phalanx_lab/experiments").glob("*.py")
     ):
@@ -459,7 +459,7 @@ SPELLED = {
 } - {AUTO}
 MAY_SPELL = {
     "layout/choices.py": "the table",
-    "plan/table.py": "what others' tables write, and what it means",
+    "planner/table.py": "what others' tables write, and what it means",
 }
 
 

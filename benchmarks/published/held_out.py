@@ -7,10 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from phalanx.plan.calibrate import LongestPath, fit, spread_over
-from phalanx.plan.profile import SoftwareProfile, profile
-from phalanx.plan.published import PublishedRun
-from phalanx.plan.score import HeldOut, held_out
+from phalanx.planner.calibrate import LongestPath, fit, spread_over
+from phalanx.planner.profile import SoftwareProfile, profile
+from phalanx.planner.published import PublishedRun
+from phalanx.planner.score import HeldOut, held_out
 from phalanx.program.program import uncollected
 
 __all__ = ["START", "hold_out", "shared", "some", "unfitted"]

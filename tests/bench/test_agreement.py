@@ -13,7 +13,7 @@ import torch
 
 from phalanx.bench import Clock, Sample, Sweep, fit, measure_collectives
 from phalanx.comm import World, workers
-from phalanx.plan import bus_factor
+from phalanx.planner import bus_factor
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 from phalanx.cli import bench, doctor
 from phalanx.comm import CommMisuse
 from phalanx.layout.numbers import NumberError
-from phalanx.plan import Machine, MachineError
+from phalanx.planner import Machine, MachineError
 
 Capture = pytest.CaptureFixture[str]
 RECORDED = Path(__file__).parent.parent / "plan" / "recordings" / "4xpcie.txt"

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from phalanx.bench import OPERATIONS, Sample, fit, fit_all, growths
-from phalanx.plan import Curve
+from phalanx.planner import Curve
 
 SIZES = [1 << i for i in range(10, 27)]
 

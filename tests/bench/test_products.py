@@ -34,7 +34,7 @@ from phalanx.cli.bench import (
 from phalanx.comm import launch
 from phalanx.layout import Shape
 from phalanx.parallel.model import decoder_of
-from phalanx.plan import MachineError, device
+from phalanx.planner import MachineError, device
 
 CPU = local_device("cpu")
 H100 = LocalDevice(

@@ -798,7 +798,7 @@ def test_names_of_published_models_are_known_in_any_case(
 def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(
     scale: object,
 ) -> None:
-    from phalanx.train.checkpoint_format import CheckpointError, Manifest
+    from phalanx.training.checkpoint_format import CheckpointError, Manifest
 
     text = str(Manifest(1, state={"loss_scale": scale}))
     with pytest.raises(

@@ -20,9 +20,9 @@ from phalanx.layout import (
     source,
 )
 from phalanx.report import page, step
-from phalanx.train import checkpoint_format as manifest
-from phalanx.train.data import token_files
-from phalanx.verify.verify import LOG
+from phalanx.training import checkpoint_format as manifest
+from phalanx.training.data import token_files
+from phalanx.verification.verify import LOG
 
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
 LIMITS = {

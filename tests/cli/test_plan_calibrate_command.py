@@ -14,11 +14,11 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape
-from phalanx.plan import Curve, Machine, Rate, Store
-from phalanx.plan.local import hardware_of_machine, local_profile
-from phalanx.plan.profile import NUMBERS, SoftwareProfile, profile
-from phalanx.plan.search import judge
-from phalanx.plan.step import Request
+from phalanx.planner import Curve, Machine, Rate, Store
+from phalanx.planner.local import hardware_of_machine, local_profile
+from phalanx.planner.profile import NUMBERS, SoftwareProfile, profile
+from phalanx.planner.search import judge
+from phalanx.planner.step import Request
 
 SHAPE = Shape(
     name="small",

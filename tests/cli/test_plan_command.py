@@ -19,8 +19,8 @@ from phalanx.cli.usage import UsageError
 from phalanx.cost import step_flops
 from phalanx.layout import Layout, Run, Shape, legal
 from phalanx.layout.run import refuse_random_by_name
-from phalanx.plan.spend import interval, spending
-from phalanx.plan.step import Choice, Pricer
+from phalanx.planner.spend import interval, spending
+from phalanx.planner.step import Choice, Pricer
 
 Capture = pytest.CaptureFixture[str]
 SMALL = [
@@ -360,11 +360,11 @@ def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
         )
 
     monkeypatch.setattr(Pricer, "choose", full)
-    monkeypatch.setattr("phalanx.plan.search._MISSES", 2_000)
+    monkeypatch.setattr("phalanx.planner.search._MISSES", 2_000)
     monkeypatch.setattr("phalanx.api.plan._MORE_DEVICES", ())
     monkeypatch.setattr("phalanx.api.plan._MORE_ROOM", ())
-    monkeypatch.setattr("phalanx.plan.search._MORE", 2_000)
-    monkeypatch.setattr("phalanx.plan.search._EMPTIEST", 3)
+    monkeypatch.setattr("phalanx.planner.search._MORE", 2_000)
+    monkeypatch.setattr("phalanx.planner.search._EMPTIEST", 3)
     assert main(SMALL) == 1
     out = capsys.readouterr().out
     assert "needs, by its program, more than" in out

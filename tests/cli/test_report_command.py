@@ -14,7 +14,7 @@ from phalanx.cli import report as report_verb
 from phalanx.cli import train as train_verb
 from phalanx.cli.main import main
 from phalanx.layout import Layout, Shape, plain_pieces, staged_pieces
-from phalanx.plan import Curve, Machine, Rate, Store
+from phalanx.planner import Curve, Machine, Rate, Store
 from phalanx.program import Costs, Recorded, StepOptions, build, simulate
 
 SHAPE = Shape(

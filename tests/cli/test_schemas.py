@@ -55,7 +55,7 @@ QUICK: dict[str, list[list[str]]] = {
     "doctor-links": [["doctor", "links"]],
     "doctor-clusters": [["doctor", "clusters", "h100x64"]],
     "doctor-hierarchy": [["doctor", "hierarchy", "h100"]],
-    "doctor-topology": [["doctor", "topology", str(ROOT / "tests/plan/recordings/4xpcie.txt")]],
+    "doctor-topology": [["doctor", "topology", str(ROOT / "tests/planner/recordings/4xpcie.txt")]],
     "lab-list": [["lab"]],
     "lab-exercises": [["lab", "exercise"]],
     "lab-exercise": [["lab", "exercise", "bubble"],

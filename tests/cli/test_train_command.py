@@ -27,10 +27,10 @@ from phalanx.comm import AloneWorld, CommError, RankFailed, Report
 from phalanx.layout import Layout, Shape
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Checkpoints, Run, RunError
-from phalanx.plan.hardware import hardware_of
-from phalanx.plan.link import cluster
-from phalanx.train.loop import train
-from phalanx.train.starts import DoneSteps
+from phalanx.planner.hardware import hardware_of
+from phalanx.planner.link import cluster
+from phalanx.training.loop import train
+from phalanx.training.starts import DoneSteps
 
 SMALL = [
     "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12",
@@ -389,7 +389,7 @@ def test_a_rank_that_fails_by_itself_gives_up_what_waits_for_the_others(
         world.native = True
         raise CommError("rank 1 is lost")
 
-    monkeypatch.setattr("phalanx.train.loop.train", lost)
+    monkeypatch.setattr("phalanx.training.loop.train", lost)
     monkeypatch.setattr(
         dist.distributed_c10d,
         "_abort_process_group",

@@ -23,8 +23,8 @@ from phalanx.comm.base import Work
 from phalanx.comm.process import Pending, ProcessWorld, TorchGroup
 from phalanx.layout import Layout
 from phalanx.parallel import build_model, open_groups
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES
 from torch_shm.calls import Call
 
 

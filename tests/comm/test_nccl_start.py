@@ -29,8 +29,8 @@ from phalanx.layout.choices import traits
 from phalanx.layout.device_environment import SETTINGS, set_up
 from phalanx.layout.environment import Rendezvous
 from phalanx.parallel import build_model, open_groups
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, covering, every_layout, verify
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, covering, every_layout, verify
 
 pytestmark = pytest.mark.long_file
 

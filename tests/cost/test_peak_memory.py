@@ -18,10 +18,10 @@ from phalanx.parallel.local import LocalModel, build_local
 from phalanx.parallel.pool import storage_of
 from phalanx.program import Program, Sizes
 from phalanx.program.memory import changes, peaks
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
-from phalanx.train.program import program_of
-from phalanx.verify import batch_of
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
+from phalanx.training.program import program_of
+from phalanx.verification import batch_of
 
 SHAPE = Shape(
     "deep",

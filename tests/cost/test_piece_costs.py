@@ -28,7 +28,7 @@ from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel.local import build_local
 from phalanx.parallel.pool import storage_of
 from phalanx.program import Load, PieceCost, StepOptions, at_rows, build
-from phalanx.train.program import program_of
+from phalanx.training.program import program_of
 
 TINY = Shape.load("tiny")
 GPT = Shape(

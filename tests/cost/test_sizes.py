@@ -13,12 +13,12 @@ from phalanx.layout import Layout, Shape
 from phalanx.layout.optimizers import OptimizerChoice
 from phalanx.layout.state_bytes import held_bytes
 from phalanx.parallel import Precision, build_model
-from phalanx.plan.local import local_profile
+from phalanx.planner.local import local_profile
 from phalanx.program import StepOptions
 from phalanx.program.memory import peaks
-from phalanx.train.precision import precision_of
-from phalanx.train.program import program_of
-from phalanx.verify import batch_of
+from phalanx.training.precision import precision_of
+from phalanx.training.program import program_of
+from phalanx.verification import batch_of
 
 SHAPE = Shape(
     "deep",

@@ -32,8 +32,8 @@ from phalanx.program import (
     ops,
     simulate,
 )
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
 
 RANKS, EXPERTS, WIDTH, WORDS = 2, 4, 8, 16
 F64 = Precision(torch.float64, torch.float64, torch.float64)

@@ -22,10 +22,10 @@ from phalanx.layout import Layout
 from phalanx.models import Decoder
 from phalanx.parallel import Precision, build_model, microbatches, start
 from phalanx.parallel.local import build_local
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import Sgd
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, batch_of
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import Sgd
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, batch_of
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (m, k), (k, n) -> (m, n)
 GQA, ROWS = SHAPES["gqa"], 24

@@ -15,7 +15,7 @@ from phalanx.comm import launch
 from phalanx.layout import Layout
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
-from phalanx.train.loop import train
+from phalanx.training.loop import train
 
 RUN = """
 steps = 4

@@ -31,8 +31,8 @@ from phalanx.layout.run import Run
 from phalanx.models.attention import Core
 from phalanx.parallel import build_model
 from phalanx.parallel.fitness import misfits
-from phalanx.train.program import shape_of
-from phalanx.verify import SHAPES
+from phalanx.training.program import shape_of
+from phalanx.verification import SHAPES
 
 pytestmark = pytest.mark.long_file
 

@@ -17,7 +17,7 @@ import torch
 from emulated_cuda import environment
 from phalanx.layout import Layout
 from phalanx.program import ops
-from phalanx.train.host_threads import threads_of
+from phalanx.training.host_threads import threads_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),

@@ -16,10 +16,10 @@ from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, microbatches, on_device
 from phalanx.parallel.block_parts import cut_blocks
 from phalanx.parallel.local import build_local
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
-from phalanx.train.program import program_of
-from phalanx.verify import batch_of
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
+from phalanx.training.program import program_of
+from phalanx.verification import batch_of
 from rank_watch.positions import OP, WORDS
 
 SHAPE = Shape(

@@ -14,10 +14,10 @@ import torch
 from phalanx.comm.alone import AloneWorld
 from phalanx.layout import Layout
 from phalanx.layout.run import Run
-from phalanx.train.data.token_files import DataError
-from phalanx.train.executor import DeviceClock, Executor
-from phalanx.train.rank import Rank
-from phalanx.train.step import make_step
+from phalanx.training.data.token_files import DataError
+from phalanx.training.executor import DeviceClock, Executor
+from phalanx.training.rank import Rank
+from phalanx.training.step import make_step
 from rank_watch import Positions
 
 RUN = """

@@ -9,9 +9,9 @@ from typing import Any
 
 from phalanx.layout.run import Run
 from phalanx.program import ops
-from phalanx.train import checkpoint
-from phalanx.train.executor import Executor
-from phalanx.train.loop import train
+from phalanx.training import checkpoint
+from phalanx.training.executor import Executor
+from phalanx.training.loop import train
 from rank_watch import watching
 
 WORDS = (

@@ -21,8 +21,8 @@ from test_diagnosis import made, rank
 
 from phalanx.comm.base import Group
 from phalanx.layout.run import Hangs
-from phalanx.train.device_progress import DeviceProgress
-from phalanx.train.flight import flight_record
+from phalanx.training.device_progress import DeviceProgress
+from phalanx.training.flight import flight_record
 from rank_watch import Positions, RankState, diagnose
 from rank_watch import positions as positions_module
 from rank_watch import watcher as watcher_module

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from phalanx.program import Op, Span, ops
-from phalanx.train import stragglers as stragglers_module
-from phalanx.train.stragglers import (
+from phalanx.training import stragglers as stragglers_module
+from phalanx.training.stragglers import (
     DATA,
     NAMES,
     OwnTime,

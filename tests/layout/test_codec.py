@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from phalanx.layout import Run, Shape
 from phalanx.layout.codec import FileError, dump, key, load, parse, schema
-from phalanx.plan import Machine
-from phalanx.plan.profile import SoftwareProfile
+from phalanx.planner import Machine
+from phalanx.planner.profile import SoftwareProfile
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,59 @@ def test_gating(interpreted: None) -> None:
         agree(own, each)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_are_tried_before_they_are_used(
+    interpreted: None, dtype: torch.dtype
+) -> None:
+    assert fused.kernels_agree.__wrapped__(torch.device("cpu"), dtype)
+
+
+class WrongKernels:
+    """Kernels with a mistake: a gate of the wrong input."""
+
+    def rotated(self, x: Tensor, *angles: Tensor, **order: bool) -> Tensor:
+        cos, sin = angles
+        y = x.float() * cos + x.float().roll(x.shape[-1] // 2, -1) * sin
+        return y.to(x.dtype)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(up) * gate
+
+
+class FailingKernels(WrongKernels):
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        raise RuntimeError("no compiler for this device\nmore")
+
+
+class RightKernels(WrongKernels):
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+
+@pytest.mark.parametrize(
+    "kernels, reason",
+    [
+        (RightKernels(), ""),
+        (WrongKernels(), "not close"),
+        (FailingKernels(), "no compiler for this device"),
+    ],
+)
+def test_kernels_that_fail_or_differ_are_left_out_with_a_warning(
+    kernels: WrongKernels,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fused, "_kernels", lambda: kernels)
+    agreed = fused.kernels_agree.__wrapped__(
+        torch.device("cpu"), torch.bfloat16
+    )
+    assert agreed == (not reason)
+    assert reason in caplog.text
+    assert "more" not in caplog.text
+    assert bool(caplog.text) == bool(reason)
+
+
 def test_plain_torch_runs_without_a_gpu() -> None:
     assert not fused.fuses(torch.ones(2, 2).bfloat16())
     assert not fused.fuses(torch.ones(2, 2))

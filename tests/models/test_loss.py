@@ -23,7 +23,7 @@ from phalanx.models.ends import Head
 from phalanx.models.loss import EVERY_WORD, ChunkedLogits, Words, soft_cap
 from phalanx.parallel import VocabularyCrossEntropy, build_model
 from phalanx.parallel.tensor import words_of
-from phalanx.plan.corrections import (
+from phalanx.planner.corrections import (
     LOGITS_CHUNK,
     LOSSES,
     PieceWork,
@@ -31,7 +31,7 @@ from phalanx.plan.corrections import (
     Tokens,
     makes_loss,
 )
-from phalanx.plan.profile import SoftwareProfile
+from phalanx.planner.profile import SoftwareProfile
 from phalanx.program import PieceCost
 
 WORDS = 37

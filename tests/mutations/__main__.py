@@ -196,10 +196,12 @@ def summary(results: Iterable[Result]) -> str:
     by_package: dict[str, list[Result]] = {}
     for result in results:
         by_package.setdefault(result["package"], []).append(result)
-    engine = [result for result in results if result["package"] != "verify"]
+    engine = [
+        result for result in results if result["package"] != "verification"
+    ]
     named = [
         *sorted(by_package.items()),
-        ("all but verify", engine),
+        ("all but verification", engine),
         ("all", results),
     ]
     rows += [_row(name, group) for name, group in named]

@@ -26,7 +26,7 @@ from .lines import PACKAGES, ROOT, VERIFY, Recorded, package_of, search_path
 from .operators import Mutation
 
 MEMORY = 10 << 30  # bytes that a judge and each of its processes may hold
-IMPORTS = "import phalanx.cli.main, phalanx.cli.verify, phalanx.train.loop, phalanx.comm.launch"
+IMPORTS = "import phalanx.cli.main, phalanx.cli.verify, phalanx.training.loop, phalanx.comm.launch"
 MYPY_LIMIT = 900.0
 TESTS_LIMIT = 900.0  # seconds of one file of tests
 

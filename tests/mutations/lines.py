@@ -32,9 +32,9 @@ PACKAGES = {
         "parallel",
         "comm",
         "program",
-        "train",
+        "training",
         "layout",
-        "verify",
+        "verification",
     )
 } | {"torch_shm": Path("torch-shm", "src", "torch_shm")}
 # Folders that Python imports from.

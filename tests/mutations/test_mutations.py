@@ -173,7 +173,7 @@ def test_a_constant_of_a_module_is_run_by_who_reads_it_and_a_default_by_its_func
 
 
 def _mutation(
-    path: str = "src/phalanx/train/optimizer.py",
+    path: str = "src/phalanx/training/optimizer.py",
     function: str = "learning_rate",
     **more: object,
 ):  # type: ignore[no-untyped-def]
@@ -266,13 +266,13 @@ class Ended(Tree):
 
 
 FINE = Ran(0, "", 1.0)
-FILE = Path("tests/train/test_rates.py")
+FILE = Path("tests/training/test_rates.py")
 FAILED = Ran(
     1,
-    "E  AssertionError\nFAILED tests/train/test_rates.py::test_end - assert\n",
+    "E  AssertionError\nFAILED tests/training/test_rates.py::test_end - assert\n",
     1.0,
 )
-TEST = "tests/train/test_rates.py::test_end"
+TEST = "tests/training/test_rates.py::test_end"
 
 
 def _tested(ends: dict[tuple[str, bool], Ran]) -> Finding | None:
@@ -357,19 +357,21 @@ def test_mistakes_that_show_at_import_or_to_mypy_are_obvious() -> None:
     assert by_import_or_types(tree) is None
 
 
-IMPORT = "import phalanx.cli.main, phalanx.cli.verify, phalanx.train.loop, phalanx.comm.launch"
+IMPORT = "import phalanx.cli.main, phalanx.cli.verify, phalanx.training.loop, phalanx.comm.launch"
 
 
 def test_the_nearest_tests_name_the_function_its_file_or_its_package() -> None:
     texts = {
-        FILE: "from phalanx.train.optimizer import learning_rate",
+        FILE: "from phalanx.training.optimizer import learning_rate",
         Path(
-            "tests/train/test_optimizer.py"
-        ): "from phalanx.train import optimizer",
+            "tests/training/test_optimizer.py"
+        ): "from phalanx.training import optimizer",
         Path(
-            "tests/train/test_lock.py"
-        ): "from phalanx.train.lock import Lock",
-        Path("tests/draw/test_pages.py"): "from phalanx.draw import page",
+            "tests/training/test_lock.py"
+        ): "from phalanx.training.lock import Lock",
+        Path(
+            "tests/drawing/test_pages.py"
+        ): "from phalanx.drawing import page",
     }
     found = nearest(Ended({}, texts), _mutation(), 9)
     assert [path.name for path in found] == [
@@ -380,7 +382,7 @@ def test_the_nearest_tests_name_the_function_its_file_or_its_package() -> None:
 
 
 def test_a_copy_of_the_tree_is_changed_and_restored(tmp_path: Path) -> None:
-    path = tmp_path / "src" / "phalanx" / "train" / "optimizer.py"
+    path = tmp_path / "src" / "phalanx" / "training" / "optimizer.py"
     path.parent.mkdir(parents=True)
     path.write_text("1 + 1\n")
     before = path.stat().st_mtime_ns
@@ -416,12 +418,12 @@ def test_the_summary_counts_by_package_and_leaves_out_what_is_obvious() -> (
         result("models", "survived")
     ]
     rows += [
-        result("verify", "tests", "failed"),
+        result("verification", "tests", "failed"),
         result("models", "obvious", "types"),
     ]
     said = summary(rows)
     assert "| models | 4 | 3 (75%) | 3 (75%) | 1 |" in said
-    assert "| all but verify | 4 | 3 (75%) | 3 (75%) | 1 |" in said
+    assert "| all but verification | 4 | 3 (75%) | 3 (75%) | 1 |" in said
     assert "| all | 5 | 3 (60%) | 4 (80%) | 1 |" in said
     assert "verify differs 3" in said
     assert "survived in models\n-a" in said

@@ -20,10 +20,10 @@ from phalanx.parallel import compile as compiling
 from phalanx.parallel.compile import graphs, refuse_uncompiled
 from phalanx.parallel.local import build_local
 from phalanx.parallel.pool import storage_of
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, batch_of, verify
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, batch_of, verify
 
 WIDE = Precision(torch.float64, torch.float64, torch.float64)
 made: Counter[str] = Counter()

@@ -16,12 +16,12 @@ from phalanx.layout import Layout, Shape
 from phalanx.layout.rules import Cut
 from phalanx.parallel import Entry, Weight, build_model, microbatches
 from phalanx.parallel.local import build_local
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW, Sgd
-from phalanx.train.precision import LossScale, precision_of
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, batch_of, compare
-from phalanx.verify.trial import Part, Seen, join
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW, Sgd
+from phalanx.training.precision import LossScale, precision_of
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, batch_of, compare
+from phalanx.verification.trial import Part, Seen, join
 from sampled import one_in
 
 # Odd sizes, so that runs of weights end between the vectors of a fused kernel; a tied weight, and

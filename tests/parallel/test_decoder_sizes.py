@@ -12,7 +12,7 @@ import torch
 from phalanx.layout import LayoutError, Shape
 from phalanx.models import DecoderSizes
 from phalanx.parallel.model import Undrawn, decoder_of
-from phalanx.verify import SHAPES
+from phalanx.verification import SHAPES
 
 # Of the decoder alone: a choice of the run, and an object where a shape has words and numbers.
 OF_THE_DECODER = {"rope_scaling"}

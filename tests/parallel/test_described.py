@@ -12,9 +12,9 @@ import torch
 from phalanx.cli import main
 from phalanx.layout import Layout, LayoutError
 from phalanx.parallel import build_model, described_whole, load_model
-from phalanx.verify import SHAPES, verify
-from phalanx.verify.own_forward import OwnForward
-from phalanx.verify.reference import Batch, Passed, Weights
+from phalanx.verification import SHAPES, verify
+from phalanx.verification.own_forward import OwnForward
+from phalanx.verification.reference import Batch, Passed, Weights
 
 FILE = Path(__file__).parents[2] / "examples" / "stranger.py"
 NANOGPT = Path(__file__).parent / "nanogpt.py"

@@ -15,8 +15,8 @@ from phalanx.layout import Layout, Rules, plain_pieces
 from phalanx.parallel import Model
 from phalanx.parallel.local import build_local
 from phalanx.program import StepOptions, build
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import Sgd
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import Sgd
 
 
 class First(nn.Module):

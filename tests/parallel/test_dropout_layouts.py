@@ -21,8 +21,8 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout
 from phalanx.models import Decoder
 from phalanx.parallel import Precision, build_model, start
-from phalanx.verify import SHAPES, batch_of
-from phalanx.verify.trial import Setting, join, program_in, train_layout
+from phalanx.verification import SHAPES, batch_of
+from phalanx.verification.trial import Setting, join, program_in, train_layout
 from sampled import one_in
 
 RATE, SEED, STEP = 0.25, 11, 4

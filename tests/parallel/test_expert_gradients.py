@@ -13,8 +13,8 @@ from phalanx.comm.alone import AloneWorld
 from phalanx.layout import Layout
 from phalanx.parallel import Precision, build_model, data, microbatches
 from phalanx.parallel.local import LocalModel, build_local
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, batch_of
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, batch_of
 
 SHAPE = SHAPES["experts"]
 WIDE = torch.float32

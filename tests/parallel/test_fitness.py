@@ -21,7 +21,7 @@ from phalanx.models import Core, ExpertBlock
 from phalanx.parallel import Model, build_model, refuse_unfit, start
 from phalanx.parallel.block_parts import cut_blocks
 from phalanx.parallel.fitness import misfits
-from phalanx.verify import SHAPES, every_layout, verify
+from phalanx.verification import SHAPES, every_layout, verify
 
 FILE = Path(__file__).parents[2] / "examples" / "stranger.py"
 
@@ -497,7 +497,9 @@ def test_the_commands_refuse_it_before_a_rank_starts(
     def none(*args: object, **options: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(sys.modules["phalanx.verify.verify"], "workers", none)
+    monkeypatch.setattr(
+        sys.modules["phalanx.verification.verify"], "workers", none
+    )
     monkeypatch.setattr("phalanx.comm.launch", none)
     text = FILE.read_text().replace(
         "class Attention(", f"{SCALED}class Attention("

@@ -19,7 +19,7 @@ from phalanx.cli import main
 from phalanx.layout import Layout, LayoutError
 from phalanx.parallel import Model, build_model, refuse_mixing, refuse_unfit
 from phalanx.parallel.mixing import mixing
-from phalanx.verify import SHAPES, verify
+from phalanx.verification import SHAPES, verify
 
 FILE = Path(__file__).parents[2] / "examples" / "stranger.py"
 WIDTH = 32  # of the example
@@ -352,7 +352,7 @@ def test_what_is_refused_would_have_given_other_gradients_and_what_is_taken_does
 ) -> None:
     make = partial(with_mixer, MIXING.get(what) or TOKENWISE[what])
     monkeypatch.setattr(
-        importlib.import_module("phalanx.verify.verify"),
+        importlib.import_module("phalanx.verification.verify"),
         "refuse_mixing",
         _allow,
     )

@@ -16,10 +16,10 @@ from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
 from phalanx.parallel.low_precision import matmul_named
 from phalanx.report.sizes import sizes_of_run
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, batch_of
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, batch_of
 
 GQA = SHAPES["gqa"]
 BF16 = torch.bfloat16

@@ -23,11 +23,11 @@ from phalanx.layout import Layout
 from phalanx.models import Decoder
 from phalanx.parallel import Unit, build_model, microbatches, start
 from phalanx.parallel.local import build_local
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
-from phalanx.train.precision import LossScale, precision_of
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, batch_of
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
+from phalanx.training.precision import LossScale, precision_of
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, batch_of
 
 SHAPE = replace(SHAPES["gqa"], layers=2, batch=24)
 SCALE, CLIP = 1024.0, 0.25

@@ -14,8 +14,8 @@ from phalanx.models.experts import CHOICES
 from phalanx.parallel import build_model
 from phalanx.parallel.local import build_local
 from phalanx.parallel.rows import model_pieces
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES
 from piece_rows import same_rows
 
 

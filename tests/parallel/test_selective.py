@@ -23,9 +23,9 @@ from phalanx.parallel import Precision, build_model
 from phalanx.parallel.local import build_local
 from phalanx.parallel.recompute import Selected, giving, keeping
 from phalanx.program import Op, Program, ops
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, batch_of
-from phalanx.verify.trial import Setting, join, program_in, train_layout
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, batch_of
+from phalanx.verification.trial import Setting, join, program_in, train_layout
 from sampled import one_in
 
 GPT = Shape(

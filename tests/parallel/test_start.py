@@ -19,9 +19,9 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Run, Shape
 from phalanx.parallel import Entry, Precision, build_model, load_model, start
 from phalanx.parallel.local import build_local
-from phalanx.train.program import program_of
-from phalanx.train.rank import Rank
-from phalanx.verify import SHAPES
+from phalanx.training.program import program_of
+from phalanx.training.rank import Rank
+from phalanx.verification import SHAPES
 
 STRANGER = f"{Path(__file__).parents[2] / 'examples' / 'stranger.py'}:Stranger"
 WIDE = Precision(torch.float64, torch.float64, torch.float64)

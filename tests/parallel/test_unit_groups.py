@@ -19,11 +19,11 @@ from phalanx.parallel import (
 )
 from phalanx.parallel.groups import UnitAxes, open_groups, unit_axes
 from phalanx.parallel.local import build_local
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, batch_of
-from phalanx.verify.reference import reference
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, batch_of
+from phalanx.verification.reference import reference
 
 GQA, GPT = SHAPES["gqa"], SHAPES["gpt"]
 HALF = UnitAxes(("dp.shard",), ("dp.replicate",))

@@ -24,10 +24,10 @@ from phalanx.parallel import (
 )
 from phalanx.parallel.data import PlainUnit
 from phalanx.parallel.local import build_local
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import AdamW
-from phalanx.train.program import program_of
-from phalanx.verify import SHAPES, batch_of
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import AdamW
+from phalanx.training.program import program_of
+from phalanx.verification import SHAPES, batch_of
 
 GQA = SHAPES["gqa"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.draw import recorded_picture
+from phalanx.drawing import recorded_picture
 from phalanx.layout import Layout, plain_pieces
 from phalanx.program import (
     Costs,

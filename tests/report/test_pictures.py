@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.draw import (
+from phalanx.drawing import (
     Picture,
     breakdown_svg,
     memory_svg,

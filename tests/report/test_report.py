@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from browser import needs_chromium, opened
-from phalanx.draw import ChartAxis, Series, chart
+from phalanx.drawing import ChartAxis, Series, chart
 from phalanx.layout import Layout, plain_pieces
 from phalanx.program import Costs, Recorded, StepOptions, build, simulate
 from phalanx.report import ReportError

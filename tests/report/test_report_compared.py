@@ -10,10 +10,10 @@ import pytest
 
 from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape, staged_pieces
-from phalanx.plan import Curve, Machine, Rate, Store
-from phalanx.plan.local import hardware_of_machine, local_profile
-from phalanx.plan.search import judge
-from phalanx.plan.step import Request
+from phalanx.planner import Curve, Machine, Rate, Store
+from phalanx.planner.local import hardware_of_machine, local_profile
+from phalanx.planner.search import judge
+from phalanx.planner.step import Request
 from phalanx.program import (
     Costs,
     Op,

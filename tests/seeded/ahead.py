@@ -13,8 +13,8 @@ from phalanx.models.loss import ChunkedLogits, Logits
 from phalanx.models.mtp import Join, PredictingHead
 from phalanx.parallel import batch
 from phalanx.parallel.pieces import Bundle, Piece
-from phalanx.train.executor import Executor
-from phalanx.verify import trial
+from phalanx.training.executor import Executor
+from phalanx.verification import trial
 
 from .fault import fault, swapped
 

@@ -12,15 +12,15 @@ from phalanx.comm import RankFailed
 from phalanx.layout import Layout, Shape
 from phalanx.layout.choices import COMPARED
 from phalanx.parallel import Model, build_model
-from phalanx.train.program import with_z_loss
-from phalanx.verify import SHAPES, Trace, Verdict
-from phalanx.verify.cases import trial_batch
-from phalanx.verify.low_precision import sums_of
-from phalanx.verify.optimizers import OPTIMIZERS
-from phalanx.verify.reference import PlainForward
-from phalanx.verify.replay import can_be_replayed, replay, rounding_of
-from phalanx.verify.trial import Setting, join, program_in, train_layout
-from phalanx.verify.verify import (
+from phalanx.training.program import with_z_loss
+from phalanx.verification import SHAPES, Trace, Verdict
+from phalanx.verification.cases import trial_batch
+from phalanx.verification.low_precision import sums_of
+from phalanx.verification.optimizers import OPTIMIZERS
+from phalanx.verification.reference import PlainForward
+from phalanx.verification.replay import can_be_replayed, replay, rounding_of
+from phalanx.verification.trial import Setting, join, program_in, train_layout
+from phalanx.verification.verify import (
     Truth,
     judge,
     precision_named,

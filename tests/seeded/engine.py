@@ -19,8 +19,8 @@ from phalanx.parallel.data import Segment
 from phalanx.parallel.pool import BufferPool
 from phalanx.parallel.tensor import RowLinear, VocabularyEmbedding, Weight
 from phalanx.parallel.works import ChainedWork
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import Update
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import Update
 
 from .fault import counted_by, fault, swapped
 

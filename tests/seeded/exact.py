@@ -23,9 +23,9 @@ from phalanx.parallel.context import TimePartsCore
 from phalanx.parallel.exact import ExactUnit
 from phalanx.parallel.parts import Shared
 from phalanx.program import Op, ops
-from phalanx.train.executor import Executor
-from phalanx.verify import SHAPES
-from phalanx.verify.exact import verify_exact
+from phalanx.training.executor import Executor
+from phalanx.verification import SHAPES
+from phalanx.verification.exact import verify_exact
 
 from .fault import Fault, Patch, swapped
 from .late import used_at_once

@@ -18,7 +18,7 @@ from phalanx.comm.threads import ThreadGroup
 from phalanx.parallel import Unit
 from phalanx.parallel.works import ChainedWork
 from phalanx.program import ops
-from phalanx.train.executor import Executor
+from phalanx.training.executor import Executor
 
 from .fault import fault, swapped
 

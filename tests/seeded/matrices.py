@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from phalanx.parallel.tensor import Weight
-from phalanx.train.matrices import MatrixUpdate
-from phalanx.train.muon import Muon
+from phalanx.training.matrices import MatrixUpdate
+from phalanx.training.muon import Muon
 
 from .fault import fault, swapped
 

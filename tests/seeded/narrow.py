@@ -11,8 +11,8 @@ from phalanx.comm import Work
 from phalanx.parallel.data import Unit
 from phalanx.parallel.pieces import Piece
 from phalanx.program import Op, ops
-from phalanx.train.executor import Executor
-from phalanx.train.optimizer import Scale, Update
+from phalanx.training.executor import Executor
+from phalanx.training.optimizer import Scale, Update
 
 from .fault import HALVES, fault, swapped
 

@@ -15,7 +15,7 @@ from phalanx.models.kernels import AttentionBlock
 from phalanx.parallel import batch, context, recompute
 from phalanx.parallel.pieces import Box, Piece
 from phalanx.program import Op, ops
-from phalanx.train.executor import Executor
+from phalanx.training.executor import Executor
 
 from .fault import fault, swapped
 

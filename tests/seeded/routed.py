@@ -18,7 +18,7 @@ from phalanx.parallel import Unit, batch, groups, local
 from phalanx.parallel.experts import Choices
 from phalanx.parallel.groups import UnitAxes
 from phalanx.parallel.tensor import Weight, _Installer
-from phalanx.train import executor
+from phalanx.training import executor
 
 from .fault import fault, swapped
 

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from phalanx.train import soap
-from phalanx.train.optimizer import State
-from phalanx.train.soap import Soap, SoapUpdate
+from phalanx.training import soap
+from phalanx.training.optimizer import State
+from phalanx.training.soap import Soap, SoapUpdate
 
 from .fault import fault, swapped
 

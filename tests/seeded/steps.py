@@ -20,11 +20,11 @@ from phalanx.parallel import Unit, count_valid
 from phalanx.parallel.pool import BufferPool
 from phalanx.parallel.works import ChainedWork
 from phalanx.program import Op
-from phalanx.train.executor import Executor
-from phalanx.train.matrices import MatrixUpdate
-from phalanx.train.muon import MuonUpdate
-from phalanx.train.optimizer import Scale
-from phalanx.train.precision import LossScale
+from phalanx.training.executor import Executor
+from phalanx.training.matrices import MatrixUpdate
+from phalanx.training.muon import MuonUpdate
+from phalanx.training.optimizer import Scale
+from phalanx.training.precision import LossScale
 
 from .fault import counted_by, fault, swapped
 

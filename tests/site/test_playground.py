@@ -22,10 +22,10 @@ from phalanx.cost.pieces import cost_kinds
 from phalanx.layout import Layout, Shape, piece_layout
 from phalanx.layout.numbers import bytes_text, seconds_text
 from phalanx.parallel import build_model
-from phalanx.plan.hardware import hardware_of
-from phalanx.plan.link import cluster
-from phalanx.plan.local import profile_for
-from phalanx.plan.step import Pricer, Request
+from phalanx.planner.hardware import hardware_of
+from phalanx.planner.link import cluster
+from phalanx.planner.local import profile_for
+from phalanx.planner.step import Pricer, Request
 
 CUT = piece_layout(Layout.parse("tp2 seq recompute:selective bf16"))
 

@@ -16,7 +16,7 @@ import build
 import pytest
 import wall
 
-from phalanx.draw.page import frame
+from phalanx.drawing.page import frame
 from phalanx.layout import Layout, Shape
 from phalanx.layout.cases import SHAPES
 from seeded import FAULTS

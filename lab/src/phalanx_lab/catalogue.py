@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from phalanx.draw import text_table
+from phalanx.drawing import text_table
 
 _HERE = Path(__file__).parent
 _DATA = tomllib.loads((_HERE / "chapters.toml").read_text(encoding="utf-8"))

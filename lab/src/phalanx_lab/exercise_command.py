@@ -17,7 +17,7 @@ from textwrap import fill
 
 from phalanx.cli.parser import Parser
 from phalanx.cli.usage import UsageError, result
-from phalanx.draw import text_table
+from phalanx.drawing import text_table
 from phalanx.layout.files import read_text
 
 from .exercises import Exercise, Verdict, exercise, exercises

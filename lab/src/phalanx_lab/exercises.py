@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.draw import Picture
+from phalanx.drawing import Picture
 from phalanx.layout import (
     Layout,
     LayoutError,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from inspect import getsource
 from textwrap import dedent, fill, indent
 
-from phalanx.draw import (
+from phalanx.drawing import (
     Bar,
     Html,
     Row,
@@ -18,7 +18,7 @@ from phalanx.draw import (
     tag,
     text_table,
 )
-from phalanx.draw.svg import Area
+from phalanx.drawing.svg import Area
 from rank_watch.diagnosis import span as ranks_text
 
 from .catalogue import INTRODUCTION, PAPERS

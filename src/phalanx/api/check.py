@@ -8,8 +8,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ..draw import text_table
-from ..draw.words import wrapped
+from ..drawing import text_table
+from ..drawing.words import wrapped
 from ..layout import (
     Layout,
     Run,
@@ -21,11 +21,11 @@ from ..layout import (
 )
 from ..layout.numbers import bytes_text, count_text, si_text
 from ..layout.optimizer_row import MatrixRow
-from ..plan.case import ranks_of
-from ..plan.hardware import Hardware, hardware_of
-from ..plan.link import whole_servers
-from ..plan.matrices import owners_work, row_matrices
-from ..plan.step import Request
+from ..planner.case import ranks_of
+from ..planner.hardware import Hardware, hardware_of
+from ..planner.link import whole_servers
+from ..planner.matrices import owners_work, row_matrices
+from ..planner.step import Request
 from ..program import Program, Proof, build
 from ..program import check as checked
 from . import UsageError
@@ -156,7 +156,7 @@ def check(
     # no torch.
     if sums:
         from ..parallel import build_model
-        from ..verify import placement_faults
+        from ..verification import placement_faults
 
         make = step.make or partial(build_model, shape)
         figures["faults_of_sums"] = [

@@ -49,7 +49,7 @@ def checkpoints_in(source: str | Path) -> list[Path]:
         for folder in (path, path / CHECKPOINTS)
     ):
         raise UsageError(none)
-    from ..train.checkpoint import steps
+    from ..training.checkpoint import steps
 
     # A folder of checkpoints has precedence over a run's folder with
     # checkpoints in it.
@@ -67,7 +67,7 @@ class SavedTensors(Mapping[str, "Tensor"]):
     """
 
     def __init__(self, path: Path, kind: str = "weight") -> None:
-        from ..train.checkpoint_format import read_manifest
+        from ..training.checkpoint_format import read_manifest
 
         self.path, self.manifest = path, read_manifest(path)
         # Only the manifest is read here; a checkpoint may be larger than the
@@ -86,7 +86,7 @@ class SavedTensors(Mapping[str, "Tensor"]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        from ..train.checkpoint_load import TensorReader
+        from ..training.checkpoint_load import TensorReader
 
         # Opened for each access: no file stays open as long as this object
         # lives.

@@ -53,15 +53,18 @@ from ..parallel.own_loss import (
 from ..parallel.own_module import Describe, OwnModule
 from ..parallel.own_tp import Plan
 from ..program import Program
-from ..train.checkpoint import Saver
-from ..train.checkpoint_format import CheckpointError, Progress
-from ..train.checkpoint_load import load
-from ..train.own_optimizer import OwnOptimizer, refuse_other_than_elementwise
-from ..train.parallelize import ModelPart, parallelize
-from ..train.precision import precision_on
-from ..train.program import program_of
-from ..train.whole_weights import whole_weights
-from ..verify.first import Subject, batches_like, refuse_unverified
+from ..training.checkpoint import Saver
+from ..training.checkpoint_format import CheckpointError, Progress
+from ..training.checkpoint_load import load
+from ..training.own_optimizer import (
+    OwnOptimizer,
+    refuse_other_than_elementwise,
+)
+from ..training.parallelize import ModelPart, parallelize
+from ..training.precision import precision_on
+from ..training.program import program_of
+from ..training.whole_weights import whole_weights
+from ..verification.first import Subject, batches_like, refuse_unverified
 
 Count = Callable[[Mapping[str, Tensor]], Any]
 # A batch of a loader: named tensors, or an input with its targets.

@@ -12,10 +12,10 @@ from ..layout.optimizers import ADAMW
 from ..layout.run import run_file
 from ..layout.trainer_table import trainer_named
 from ..layout.trainer_write import Written
-from ..plan import MachineError
-from ..plan.routing import BALANCED, Routing
-from ..plan.search import Baseline, Plan, baselines, search
-from ..plan.step import Choice, Request
+from ..planner import MachineError
+from ..planner.routing import BALANCED, Routing
+from ..planner.search import Baseline, Plan, baselines, search
+from ..planner.step import Choice, Request
 from . import UsageError
 from .plan_text import plan_figures, plan_text
 from .request import model_of, named_model, request_for, ways_refused, where

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 
 from ..cost import forward_flops, step_flops
-from ..draw import text_table
-from ..draw.words import wrapped
+from ..drawing import text_table
+from ..drawing.words import wrapped
 from ..layout import Layout
 from ..layout.numbers import bytes_text, count_text, seconds_text
-from ..plan.interval import StepRange, interval
-from ..plan.plausible import peak_of
-from ..plan.refused import Refusal
-from ..plan.search import Baseline, Plan
-from ..plan.step import MEMORY, PARTS, Choice, Request
+from ..planner.interval import StepRange, interval
+from ..planner.plausible import peak_of
+from ..planner.refused import Refusal
+from ..planner.search import Baseline, Plan
+from ..planner.step import MEMORY, PARTS, Choice, Request
 from .check import spans
 from .request import range_text, verdict
 from .sharding import sharding_text

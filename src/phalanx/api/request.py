@@ -29,10 +29,10 @@ from ..layout.numbers import bytes_text
 from ..layout.optimizers import ADAMW
 from ..layout.run import run_file, shape_named
 from ..layout.source import name_of_class, names_source, refuse_broken
-from ..plan import Machine, cluster
-from ..plan.hardware import Hardware, hardware_of
-from ..plan.local import hardware_of_machine, profile_for
-from ..plan.step import Choice, Pricer, Request
+from ..planner import Machine, cluster
+from ..planner.hardware import Hardware, hardware_of
+from ..planner.local import hardware_of_machine, profile_for
+from ..planner.step import Choice, Pricer, Request
 from ..program import StepOptions, options_for
 from . import UsageError
 

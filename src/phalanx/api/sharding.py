@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..layout import Layout
 from ..layout.numbers import bytes_text
 from ..layout.sharding import less_text, sends_less
-from ..plan.step import Request
+from ..planner.step import Request
 from .request import held, range_text, verdict
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypedDict, Unpack
 
-from ..draw import MeshPicture, Picture, recorded_picture
+from ..drawing import MeshPicture, Picture, recorded_picture
 from ..layout import (
     Layout,
     LayoutError,
@@ -24,7 +24,7 @@ from ..layout.files import read_text
 from ..layout.optimizers import ADAMW
 from ..layout.pieces import piece_work
 from ..layout.source import names_source
-from ..plan.step import Pricer
+from ..planner.step import Pricer
 from ..program import (
     KINDS,
     Costs,

@@ -8,7 +8,7 @@ from ..layout import Run
 
 if TYPE_CHECKING:
     from ..comm import World
-    from ..train.loop import Outcome
+    from ..training.loop import Outcome
 
 
 def train(
@@ -26,9 +26,9 @@ def train(
     """
     from ..comm import agreement
     from ..layout import Layout
-    from ..train.loop import train as train_rank
-    from ..train.program import layout_for
-    from ..verify.first import refuse_unverified
+    from ..training.loop import train as train_rank
+    from ..training.program import layout_for
+    from ..verification.first import refuse_unverified
     from .verify import subject_of
 
     # All ranks learn of a refusal before anybody joins a group.

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..draw.words import wrapped
+from ..drawing.words import wrapped
 from ..layout import Layout, Shape, legal
 from ..layout.numbers import count_text, seconds_text
 from ..layout.trainer_facts import Job
 from ..layout.trainer_read import Fault, Given, Reading, read_trainer_file
 from ..layout.trainer_table import Trainer, trainer_named
 from ..layout.trainer_write import Written, written
-from ..plan.hardware import Hardware, hardware_of
-from ..plan.link import whole_servers
-from ..plan.search import judge, search
-from ..plan.step import Choice, Request
+from ..planner.hardware import Hardware, hardware_of
+from ..planner.link import whole_servers
+from ..planner.search import judge, search
+from ..planner.step import Choice, Request
 from . import UsageError
 from .plan_text import choice_figures, choice_text, memory_text
 from .request import held, model_of, request_for, where

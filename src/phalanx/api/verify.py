@@ -31,9 +31,9 @@ from .signature import with_keywords
 
 if TYPE_CHECKING:
     from ..parallel import Model
-    from ..verify import Verdict
-    from ..verify.first import Subject
-    from ..verify.run_trial import RunTrial
+    from ..verification import Verdict
+    from ..verification.first import Subject
+    from ..verification.run_trial import RunTrial
 
 Maker = Callable[[], "Model"]
 
@@ -201,8 +201,8 @@ def compared(
     from ..layout.host import available_memory
 
     # Imported here: `verify` loads torch, which takes seconds.
-    from ..verify.memory import GIB, needed
-    from ..verify.verify import verify as verdicts
+    from ..verification.memory import GIB, needed
+    from ..verification.verify import verify as verdicts
 
     if layouts:
         # Counted from the model itself, whose description need not match its
@@ -326,7 +326,7 @@ def compared_exactly(
     **terms: Any,
 ) -> VerifiedExact:
     """Compare the bits of each layout with those of one process, and show each verdict."""
-    from ..verify.exact import verify_exact
+    from ..verification.exact import verify_exact
 
     found = []
     for verdict in verify_exact(shape, layouts, make=make, **terms):
@@ -353,7 +353,7 @@ def verify_run(
 
     `on_cpu`: do not use GPUs.
     """
-    from ..train.program import shape_of
+    from ..training.program import shape_of
 
     shape = shape_of(run)
     # `auto` is decided at the start of the run, from its devices.
@@ -365,8 +365,8 @@ def verify_run(
     from tempfile import TemporaryDirectory
 
     from ..comm.late import late_worlds
-    from ..verify.run_trial import real_seconds, run_trial
-    from ..verify.run_trial import verify_run as verdicts
+    from ..verification.run_trial import real_seconds, run_trial
+    from ..verification.run_trial import verify_run as verdicts
 
     found = []
     # Checkpoints, data and journals of the trial are deleted with the folder.
@@ -392,8 +392,8 @@ def verify_run(
 
 def subject_of(run: Run) -> Subject:
     """Return a run's model of the user's own, with random tokens, for its first trial."""
-    from ..train.program import maker_of, shape_of
-    from ..verify.first import Subject, batches_of_shape
+    from ..training.program import maker_of, shape_of
+    from ..verification.first import Subject, batches_of_shape
 
     # The class's own forward may stand in another file than its pieces.
     path, _ = split_name(run.own) if run.own else ("", "")
@@ -405,8 +405,8 @@ def _refuse_large(run: Run, trial: RunTrial) -> None:
     """Raise if a model of other code, which is trained in its own sizes, would not fit
     into memory."""
     from ..layout.host import available_memory
-    from ..train.program import maker_of, shape_of
-    from ..verify.memory import GIB, needed
+    from ..training.program import maker_of, shape_of
+    from ..verification.memory import GIB, needed
 
     # The trial's run, which has fewer steps and smaller batches than the run
     # itself.

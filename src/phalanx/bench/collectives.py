@@ -1,7 +1,7 @@
 """Collectives over a group: checked, timed, and converted to comparable bandwidths.
 
 Algorithm bandwidth is S/t. Bus bandwidth multiplies it by the bytes that each rank must
-send for each byte of S, so that it can be compared with a link's. `plan/curve.py`
+send for each byte of S, so that it can be compared with a link's. `planner/curve.py`
 defines S for each operation: taking the *output* of reduce-scatter as S would lower its
 bandwidth by the number of ranks.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..comm import Group, World
 from ..layout.choices import DTYPES, FP32
-from ..plan import bus_factor
-from ..plan.curve import FACTORS
+from ..planner import bus_factor
+from ..planner.curve import FACTORS
 from .clock import Clock
 
 OPERATIONS = tuple(FACTORS)

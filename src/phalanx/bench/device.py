@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..layout.choices import DEVICES, GLOO, NCCL, PRECISIONS, TF32
 from ..layout.choices import DTYPES as TRAITS
 from ..layout.host import available_memory, machine_memory
-from ..plan import Device, MachineError, device_named
+from ..planner import Device, MachineError, device_named
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, TRAITS[name].torch) for name in PRECISIONS

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 
-from ..plan import Curve
-from ..plan.curve import moved, steps
+from ..planner import Curve
+from ..planner.curve import moved, steps
 from .collectives import Sample
 
 # A bend must lower the squared error by this factor, or it fits noise. If a straight

@@ -12,7 +12,7 @@ import torch
 from ..comm import choose, workers
 from ..layout import Shape
 from ..layout.choices import BF16, FP16, FP32, TF32
-from ..plan import (
+from ..planner import (
     Hidden,
     Machine,
     Rate,

@@ -13,7 +13,7 @@ import torch
 
 from ..comm import World
 from ..layout.choices import DTYPES
-from ..plan import Hidden
+from ..planner import Hidden
 from .clock import Clock
 from .device import LocalDevice, dtype_of
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..plan import Store
+from ..planner import Store
 from .clock import Clock
 from .device import LocalDevice
 

@@ -70,7 +70,7 @@ def refuse_before(run: Run) -> None:
     # Opened here once, so that damaged data is reported before any rank
     # starts.
     for path in (path for path, _ in run.sources if path != PYTHON):
-        from ..train.data.token_files import open_corpus
+        from ..training.data.token_files import open_corpus
 
         open_corpus(path)
 

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..draw import ChartAxis, Series, chart, figure, frame, text_table
+from ..drawing import ChartAxis, Series, chart, figure, frame, text_table
 from ..layout import Shape
 from ..layout.choices import (
     BF16,
@@ -45,7 +45,7 @@ from ..layout.numbers import (
     rate_text,
     seconds_text,
 )
-from ..plan.curve import FACTORS, Curve
+from ..planner.curve import FACTORS, Curve
 from .before import refuse_large
 from .bench_chart import curves_svg
 from .parser import POSITIVE, Parser, chosen, whole

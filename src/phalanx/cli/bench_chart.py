@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..draw import WIDE, ChartAxis, Html, Series, panels
+from ..drawing import WIDE, ChartAxis, Html, Series, panels
 from ..layout.numbers import binary_text, rate_text, seconds_text
-from ..plan import Curve
+from ..planner import Curve
 
 if TYPE_CHECKING:
     from ..bench import Sample

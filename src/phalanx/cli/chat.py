@@ -30,7 +30,7 @@ from .usage import UsageError, say
 
 if TYPE_CHECKING:
     from ..generate import Generator
-    from ..train.data.vocabulary import Tokenizer
+    from ..training.data.vocabulary import Tokenizer
 
 _PROMPT = "> "
 
@@ -48,8 +48,8 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     source = source_of(args.source)
     layout = layout_of(args, source)
-    from ..train.data.vocabulary import Bytes
-    from ..train.text import vocabulary_of
+    from ..training.data.vocabulary import Bytes
+    from ..training.text import vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
     # Bytes have no template to mark who speaks.
@@ -107,7 +107,7 @@ def _answer(
     asks: bool,
 ) -> str:
     """Write the answer to the last message piece by piece, and return it."""
-    from ..train.text import continued
+    from ..training.text import continued
 
     prompt, count = conversation.prompt()
     sampling = sampling_of(args, conversation.added)

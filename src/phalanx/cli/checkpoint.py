@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 from ..api.load import checkpoints_in
-from ..draw import text_table
+from ..drawing import text_table
 from ..layout.adapters import ADAPTER_NAMES
 from ..layout.choices import STORED
 from ..layout.families import FAMILIES
@@ -56,7 +56,7 @@ def _show(argv: list[str]) -> int:
     belongs to."""
     args = _parser(_show.__doc__).read(argv)
     path, *older = checkpoints_in(args.source)
-    from ..train.checkpoint_format import read_manifest
+    from ..training.checkpoint_format import read_manifest
 
     manifest = read_manifest(path)
     weights = [
@@ -95,7 +95,7 @@ def _verify(argv: list[str]) -> int:
     """`phalanx checkpoint verify`: compares every byte with its checksum."""
     args = _parser(_verify.__doc__).read(argv)
     paths = checkpoints_in(args.source)
-    from ..train.checkpoint_format import verify_checkpoint
+    from ..training.checkpoint_format import verify_checkpoint
 
     faults = {str(path): verify_checkpoint(path) for path in paths}
     lines = [
@@ -135,8 +135,8 @@ def _export(argv: list[str]) -> int:
     parser.add("--push", default="", metavar="NAME", help=what)
     args = parser.read(argv)
     path = checkpoints_in(args.source)[0]
-    from ..train.checkpoint_exchange import export_adapter, export_weights
-    from ..train.checkpoint_format import verify_checkpoint
+    from ..training.checkpoint_exchange import export_adapter, export_weights
+    from ..training.checkpoint_format import verify_checkpoint
 
     if faults := verify_checkpoint(path):
         say("\n".join(faults))
@@ -163,7 +163,7 @@ def _import(argv: list[str]) -> int:
         raise UsageError(f"there is no folder {args.source}. {_THEIRS}")
     # A folder of another kind is reported before torch is loaded.
     refuse_irregular(Path(args.source, "config.json"), _THEIRS)
-    from ..train.checkpoint_exchange import import_weights
+    from ..training.checkpoint_exchange import import_weights
 
     # where a run looks for checkpoints to resume from
     return _written(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..layout import Shape
-from ..plan import clusters, devices
+from ..planner import clusters, devices
 from .parser import DESCRIBE, Described, Parser
 from .usage import say
 

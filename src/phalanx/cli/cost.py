@@ -19,11 +19,11 @@ from textwrap import wrap
 
 from ..api.request import model_of, refuse_illegal
 from ..cost import cached_costs
-from ..draw import text_table
+from ..drawing import text_table
 from ..layout import Layout, piece_layout, staged_pieces
 from ..layout.numbers import si_text
 from ..layout.optimizers import OPTIMIZERS
-from ..plan.matrices import owners_work, row_matrices
+from ..planner.matrices import owners_work, row_matrices
 from ..program import Load, PieceCost, ops
 from .parser import Parser, length, whole
 from .usage import result

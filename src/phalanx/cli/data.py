@@ -22,15 +22,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..draw import text_table
+from ..drawing import text_table
 from ..layout.hub import data_folder
 from ..layout.shape import HUB
 from .parser import Parser, chosen, real, whole
 from .usage import UsageError, complain, result
 
 if TYPE_CHECKING:
-    from ..train.data.prepare import Prepared
-    from ..train.data.vocabulary import Vocabulary
+    from ..training.data.prepare import Prepared
+    from ..training.data.vocabulary import Vocabulary
 
 _BAD = ("skip", "refuse")
 SKIPPED = "skipped.txt"
@@ -92,7 +92,7 @@ def _prepare(argv: list[str]) -> int:
         help="processes; default: one for each core",
     )
     args = parser.read(argv)
-    from ..train.data.vocabulary import open_vocabulary
+    from ..training.data.vocabulary import open_vocabulary
 
     vocabulary = open_vocabulary(
         Path(args.tokenizer) if args.tokenizer else None, args.end
@@ -122,7 +122,7 @@ def prepare_shown(
         TimeRemainingColumn,
     )
 
-    from ..train.data.prepare import prepare
+    from ..training.data.prepare import prepare
 
     words = TextColumn("{task.description}")
     columns = (words, BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -173,7 +173,7 @@ def _show(argv: list[str]) -> int:
 def _shown(
     source: str, args: argparse.Namespace, done: Prepared | None = None
 ) -> int:
-    from ..train.data.token_files import open_corpus
+    from ..training.data.token_files import open_corpus
 
     corpus = open_corpus(source)
     streams = {
@@ -217,7 +217,7 @@ def _shown(
 def _verify(argv: list[str]) -> int:
     """`phalanx data verify`: verifies the checksums of a prepared corpus."""
     args = _parser(_verify.__doc__).read(argv)
-    from ..train.data.token_files import INDEX, verify_prepared
+    from ..training.data.token_files import INDEX, verify_prepared
 
     path = Path(args.source)
     # Only prepared folders have checksums.

@@ -121,7 +121,7 @@ def _killed(out: Path) -> str:
 
 def _train(out: Path, layout: str) -> None:
     from ..comm import launch
-    from ..train.loop import train
+    from ..training.loop import train
 
     ranks = Layout.parse(layout).ranks
     backend = GLOO if ranks > 1 else AUTO

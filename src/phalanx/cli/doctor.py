@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING
 from rank_watch import described, snapshot
 from rank_watch.watcher import FILE as HANG
 
-from ..draw import Bars, bars, text_table
+from ..drawing import Bars, bars, text_table
 from ..layout import Shape
 from ..layout.choices import BF16, FP32, LOCAL_RANKS, MATMUL_RATES
 from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
-from ..plan import (
+from ..planner import (
     Cluster,
     Device,
     Place,
@@ -54,7 +54,7 @@ HEAD = 128  # head dimension of most models
 
 if TYPE_CHECKING:
     from ..bench import LocalDevice
-    from ..plan import Machine
+    from ..planner import Machine
 
 
 def run(argv: list[str]) -> int:

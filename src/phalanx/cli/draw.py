@@ -28,7 +28,7 @@ from textwrap import fill
 from typing import Any
 
 from ..api.step import StepProgram, StepTerms, costs_of, draw, step_of
-from ..draw import (
+from ..drawing import (
     FORMATS,
     MeshPicture,
     Picture,

@@ -18,7 +18,7 @@ import argparse
 from contextlib import ExitStack
 from typing import Any
 
-from ..draw import text_table
+from ..drawing import text_table
 from ..layout.choices import PYTHON
 from ..layout.shape import HUB
 from .eval_tasks import task_rows, task_scores
@@ -94,8 +94,8 @@ def _text(args: argparse.Namespace, source: str) -> int:
 
     from ..generate import Evaluator
     from ..layout.run import Run
-    from ..train.evaluate import evaluation_batches, text_corpus, text_loss
-    from ..train.text import model_of, run_of, vocabulary_if_known
+    from ..training.evaluate import evaluation_batches, text_corpus, text_loss
+    from ..training.text import model_of, run_of, vocabulary_if_known
 
     hub = source.startswith(HUB)
     # A folder of Hugging Face has no run: its defaults stand for one.
@@ -173,7 +173,7 @@ def _part_of(args: argparse.Namespace, paths: list[str]) -> str:
     """Describe the evaluated part of the data."""
     from pathlib import Path
 
-    from ..train.data.token_files import has_tokens
+    from ..training.data.token_files import has_tokens
 
     # Only prepared data has parts; a file of text is evaluated whole.
     in_parts = any(path == PYTHON or has_tokens(Path(path)) for path in paths)
@@ -183,7 +183,7 @@ def _part_of(args: argparse.Namespace, paths: list[str]) -> str:
 
 def _tasks(args: argparse.Namespace, source: str) -> int:
     layout = layout_of(args, source)
-    from ..train.text import vocabulary_of
+    from ..training.text import vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]

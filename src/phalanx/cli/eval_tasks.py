@@ -13,7 +13,7 @@ from .usage import UsageError
 
 if TYPE_CHECKING:
     from ..generate import Generator
-    from ..train.data.vocabulary import Vocabulary
+    from ..training.data.vocabulary import Vocabulary
 
 LONGEST = 2048  # tokens of a prompt with its continuation, if the model sets no limit
 Scores = dict[str, dict[str, Any]]  # by task and metric
@@ -180,7 +180,7 @@ class HarnessMethods:
         """Return the continuation of a prompt, up to one of the task's stop
         strings."""
         from ..generate import Sampling
-        from ..train.text import continued
+        from ..training.text import continued
 
         # At least one token of the prompt is kept.
         most = min(int(how.get("max_gen_toks", 256)), self.longest - 1)

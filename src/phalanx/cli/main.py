@@ -134,7 +134,7 @@ def _without_collection() -> Iterator[None]:
 def _leave_tools_behind(code: int) -> None:
     """End this process at once if a logging tool hangs, since the tool's exit handlers
     would hang too."""
-    sinks = sys.modules.get("phalanx.train.sinks")
+    sinks = sys.modules.get("phalanx.training.sinks")
     if sinks is not None and sinks.left_behind():
         with suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -12,11 +12,11 @@ from ..layout import Layout, LayoutError, Run, Shape, recipe
 from ..layout.choices import BF16, FP32
 from ..layout.host import machine_memory
 from ..layout.numbers import bytes_text
-from ..plan import Machine, MachineError, cluster, clusters, device_named
-from ..plan.hardware import Hardware, hardware_of
-from ..plan.link import whole_servers
-from ..plan.local import hardware_of_machine, local_profile
-from ..plan.search import search
+from ..planner import Machine, MachineError, cluster, clusters, device_named
+from ..planner.hardware import Hardware, hardware_of
+from ..planner.link import whole_servers
+from ..planner.local import hardware_of_machine, local_profile
+from ..planner.search import search
 from .before import GIB
 from .usage import UsageError
 

@@ -24,9 +24,9 @@ from ..layout.choices import FP32, MATMUL_RATES, MATMUL_WORDS, PRECISIONS
 from ..layout.numbers import parse_count
 from ..layout.run import RANDOM, random_by_name, run_file
 from ..layout.trainer_table import trainers
-from ..plan.search import search
-from ..plan.spend import MTBF_HOURS, interval, saving_seconds
-from ..plan.step import Choice, Request
+from ..planner.search import search
+from ..planner.spend import MTBF_HOURS, interval, saving_seconds
+from ..planner.step import Choice, Request
 from .parser import Parser, real, whole
 from .usage import UsageError, result, save
 

@@ -27,9 +27,9 @@ from typing import Any
 
 from ..api.request import where
 from ..cost import cached_costs
-from ..draw import text_table
+from ..drawing import text_table
 from ..layout.codec import dump
-from ..plan.calibrate import (
+from ..planner.calibrate import (
     Calibration,
     CostedRun,
     by_model,
@@ -38,11 +38,11 @@ from ..plan.calibrate import (
     read_run,
     spread_over,
 )
-from ..plan.interval import StepRange, amounts, interval, with_own_range
-from ..plan.local import profile_for
-from ..plan.profile import FITTED, NUMBERS, SoftwareProfile, profile
-from ..plan.published import runs_of, why_not
-from ..plan.table import read_table
+from ..planner.interval import StepRange, amounts, interval, with_own_range
+from ..planner.local import profile_for
+from ..planner.profile import FITTED, NUMBERS, SoftwareProfile, profile
+from ..planner.published import runs_of, why_not
+from ..planner.table import read_table
 from .parser import Parser, whole
 from .usage import UsageError, result, save
 

@@ -17,12 +17,18 @@ import math
 from dataclasses import asdict
 
 from ..api.plan_text import range_of, uncertainty_text, utilization
-from ..draw import text_table
-from ..draw.words import wrapped
+from ..drawing import text_table
+from ..drawing.words import wrapped
 from ..layout.numbers import bytes_text, count_text, parse_count, seconds_text
-from ..plan.search import search
-from ..plan.spend import MTBF_HOURS, SAVED, Spending, saving_seconds, spending
-from ..plan.step import Choice, Request
+from ..planner.search import search
+from ..planner.spend import (
+    MTBF_HOURS,
+    SAVED,
+    Spending,
+    saving_seconds,
+    spending,
+)
+from ..planner.step import Choice, Request
 from .parser import POSITIVE, Parser, real
 from .plan import request_flags, request_of
 from .plan_explain import named

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from ..api.plan_text import choice_figures, choice_text, memory_text
 from ..api.request import in_precision, refuse_illegal
-from ..draw import Picture, text
+from ..drawing import Picture, text
 from ..layout import Layout, stage_pieces
-from ..plan.search import judge
-from ..plan.step import Choice, Pricer, Request
+from ..planner.search import judge
+from ..planner.step import Choice, Pricer, Request
 from ..program import Op, Span, Timeline, ops
 from .usage import UsageError, print_json, say, screen
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api.plan_text import utilization
-from ..draw import (
+from ..drawing import (
     ChartAxis,
     Html,
     Series,
@@ -23,8 +23,8 @@ from ..draw import (
     tag,
 )
 from ..layout.numbers import bytes_text, seconds_text
-from ..plan.search import Baseline, Plan
-from ..plan.step import Choice, Request
+from ..planner.search import Baseline, Plan
+from ..planner.step import Choice, Request
 
 _Array = NDArray[np.float64]
 Points = list[tuple[float, float]]

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..api.check import spans
 from ..cost import cached_costs
-from ..draw import text_table
-from ..plan.profile import profile
-from ..plan.published import runs_of
-from ..plan.score import FamilyScore, held_out, score
-from ..plan.table import read_table
+from ..drawing import text_table
+from ..planner.profile import profile
+from ..planner.published import runs_of
+from ..planner.score import FamilyScore, held_out, score
+from ..planner.table import read_table
 from .parser import Parser, whole
 from .usage import result
 

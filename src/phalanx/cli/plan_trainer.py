@@ -10,8 +10,8 @@ from ..api.request import in_precision, refuse_illegal
 from ..api.trainers import file_figures, trainer_file
 from ..layout import Layout
 from ..layout.numbers import seconds_text
-from ..plan.search import search
-from ..plan.step import Request
+from ..planner.search import search
+from ..planner.step import Request
 from .usage import UsageError, complain, print_json, say
 
 

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..api.request import model_of, request_for, where
-from ..draw import WIDE
+from ..drawing import WIDE
 from ..layout import Layout, Run, Shape
 from ..layout.codec import decode
 from ..layout.files import reason, write_text
 from ..layout.optimizers import USUAL_OPTIMIZER
-from ..plan import Machine
-from ..plan.device import MachineFileError
-from ..plan.step import Pricer
+from ..planner import Machine
+from ..planner.device import MachineFileError
+from ..planner.step import Pricer
 from ..report import Extras, Section
 from .bench_chart import curves_svg
 from .parser import Parser
@@ -165,7 +165,7 @@ def _extras(
             )
         )
     if args.verified:
-        from ..verify.verify import logged
+        from ..verification.verify import logged
 
         verdicts = tuple(logged(Path(args.verified)).values())
         draw = partial(verified_svg, f"layouts of {args.verified}", verdicts)
@@ -219,7 +219,7 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
                 )
         return None
     from ..cost import cached_costs
-    from ..plan.local import profile_for
+    from ..planner.local import profile_for
     from ..report.step import predicted, read_step
 
     step = read_step(folder)

@@ -53,7 +53,7 @@ def adopted(run: Run) -> tuple[Run, str]:
     # A run that has not begun has no model to continue with.
     if not run.checkpoints.is_dir():
         return run, ""
-    from ..train.checkpoint_load import (
+    from ..training.checkpoint_load import (
         differing_sizes,
         newest,
         own_model,

@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     source = source_of(args.source)
     layout = layout_of(args, source)
     # Loaded after the options are checked: torch takes seconds.
-    from ..train.text import continued, vocabulary_of
+    from ..training.text import continued, vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
     prompt = vocabulary.prompt(args.prompt)

@@ -45,7 +45,7 @@ def layout_of(args: argparse.Namespace, source: str) -> Layout | None:
         raise UsageError(
             "--layout is for the built-in decoder: leave --model or --layout out."
         )
-    from ..train.text import sampling_layout
+    from ..training.text import sampling_layout
 
     return sampling_layout(args.layout, source)
 
@@ -56,7 +56,7 @@ def generator_of(
 ) -> Iterator[Generator]:
     """Open the model of a source: in this process, or over the ranks of a layout."""
     from ..generate.remote import open_over_ranks
-    from ..train.text import open_generator, open_shared_generator
+    from ..training.text import open_generator, open_shared_generator
 
     if layout is None:
         yield open_generator(source, own=args.model)

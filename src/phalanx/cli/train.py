@@ -51,7 +51,7 @@ from ..layout.output import (
 from ..layout.run import Run, RunError
 from ..layout.run_checks import misfits
 from ..layout.shape import HUB
-from ..plan import Machine
+from ..planner import Machine
 from .arguments import hide_secrets, without_secrets
 from .before import refuse_before
 from .first_process import STOPPED
@@ -62,8 +62,8 @@ from .usage import UsageError, complain, hush, print_json, progress, say
 
 if TYPE_CHECKING:
     from ..comm import World
-    from ..train.loop import Outcome
-    from ..train.starts import Starts
+    from ..training.loop import Outcome
+    from ..training.starts import Starts
 
 _INTERRUPTED = (
     "The step is finished and saved. Ctrl-C again ends the run at once."
@@ -203,7 +203,7 @@ def _with_steps(run: Run) -> Run:
     """Return the run with the number of steps in its epochs, from its token count."""
     if not run.epochs:
         return run
-    from ..train.rank import counted_steps
+    from ..training.rank import counted_steps
 
     counted = counted_steps(run)
     progress(f"epochs = {run.epochs:g}: {counted.steps:,} steps")
@@ -212,8 +212,8 @@ def _with_steps(run: Run) -> Run:
 
 def _tokens_of(run: Run, data: str, number: int) -> str:
     """Return the folder with the tokens of a source, after preparing them if missing."""
-    from ..train.data.token_files import has_tokens
-    from ..train.data.vocabulary import open_vocabulary
+    from ..training.data.token_files import has_tokens
+    from ..training.data.vocabulary import open_vocabulary
     from .data import left_out, prepare_shown
 
     # Bytes are tokens of a model without a tokenizer.
@@ -278,8 +278,8 @@ def _joined(
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
     from ..comm.base import exit_code_of
     from ..comm.pool import be_killed_with_parent
-    from ..train.loop import train
-    from ..train.watched import call_timeout
+    from ..training.loop import train
+    from ..training.watched import call_timeout
 
     # The launcher has the last word about the number of ranks.
     if args.ranks not in (None, at.size):
@@ -350,15 +350,15 @@ def _layout_that_fits(
     Each rank of a launcher performs them; for local ranks they are performed once.
     """
     from ..parallel import refuse_mixing, refuse_unfit
-    from ..train.checkpoint_load import (
+    from ..training.checkpoint_load import (
         ModelIdentity,
         newest,
         refuse_optimizer,
         refuse_other,
     )
-    from ..train.program import maker_of, shape_of
-    from ..train.rank import batches_of
-    from ..train.text import refuse_unknown_vocabulary
+    from ..training.program import maker_of, shape_of
+    from ..training.rank import batches_of
+    from ..training.text import refuse_unknown_vocabulary
     from .memory import auto
 
     if notice:
@@ -412,7 +412,7 @@ def _layout_that_fits(
 def _say_memory(
     config: Run, layout: Layout, gpus: int, *, force: bool
 ) -> None:
-    from ..train.program import shape_of
+    from ..training.program import shape_of
     from .memory import estimated
 
     progress(estimated(config, shape_of(config), layout, gpus, force=force))
@@ -428,9 +428,9 @@ def _verify(config: Run, layout: Layout) -> None:
 
 def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     """Train on local ranks started by this process."""
-    from ..train.lock import hold_run
-    from ..train.starts import Starts
-    from ..train.stop import STOP, remove_stale_stop
+    from ..training.lock import hold_run
+    from ..training.starts import Starts
+    from ..training.stop import STOP, remove_stale_stop
 
     with (
         # In this order: signals count as soon as the folder is ours.
@@ -455,7 +455,7 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
 def _parameters(config: Run) -> str:
     """Describe the number of the model's parameters, and of trained ones if some are frozen."""
     from ..parallel.rows import model_pieces
-    from ..train.program import maker_of
+    from ..training.program import maker_of
 
     model = maker_of(config)()
     count = sum(weight.numel() for weight in model.weights.values())
@@ -476,9 +476,9 @@ def _until_it_ends(
     restarted.
     """
     from ..comm import RankFailed, launch
-    from ..train.checkpoint import steps
-    from ..train.checkpoint_memory import newest_in_memory
-    from ..train.watched import call_timeout
+    from ..training.checkpoint import steps
+    from ..training.checkpoint_memory import newest_in_memory
+    from ..training.watched import call_timeout
 
     restarts = config.train.restarts
     terms = {
@@ -533,7 +533,7 @@ def _until_it_ends(
 
 def _rank(world: World, config: Run, layout: str, quiet: bool) -> Outcome:
     """Run one local rank. Its process may have been forked from this one, or be new."""
-    from ..train.loop import train
+    from ..training.loop import train
 
     with output_scope():
         unblock_output()
@@ -548,9 +548,9 @@ def _cut_file(config: Run) -> str:
 
     Reading beyond its end kills a process with SIGBUS.
     """
-    from ..train.data.token_files import DataError
-    from ..train.program import shape_of
-    from ..train.rank import batches_of
+    from ..training.data.token_files import DataError
+    from ..training.program import shape_of
+    from ..training.rank import batches_of
 
     try:
         batches_of(config, shape_of(config))
@@ -566,7 +566,7 @@ def _passed_on(file: Path) -> Iterator[None]:
     Forked ranks inherit this handler until they install their own, and after they have
     failed. They must not write STOP then: it would stop a later run.
     """
-    from ..train.stop import PassedOn, stop_signals
+    from ..training.stop import PassedOn, stop_signals
 
     own, passed_on = os.getpid(), PassedOn(file)
 
@@ -596,9 +596,9 @@ def _passed_on(file: Path) -> Iterator[None]:
 
 
 def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
-    from ..train.checkpoint import steps
-    from ..train.lock import RUN
-    from ..train.stop import REMOVED, STOP
+    from ..training.checkpoint import steps
+    from ..training.lock import RUN
+    from ..training.stop import REMOVED, STOP
 
     if as_json:
         print_json(asdict(outcome))

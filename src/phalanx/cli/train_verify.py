@@ -55,7 +55,7 @@ def refuse_unverified(run: Run, layout: Layout) -> None:
     Nothing is compared if an earlier trial has passed.
     """
     from ..comm import launch
-    from ..verify.first import is_verified
+    from ..verification.first import is_verified
 
     if not run.own or not run.verify_own or run.loss:
         return
@@ -71,7 +71,7 @@ def refuse_unverified(run: Run, layout: Layout) -> None:
 
 def _tried(world: World, run: Run) -> str:
     """Try the model, in the process that `launch` started."""
-    from ..verify.first import refuse_unverified as refuse_different_step
+    from ..verification.first import refuse_unverified as refuse_different_step
 
     return refuse_different_step(subject_of(run), Layout.parse(run.layout))
 

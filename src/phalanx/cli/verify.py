@@ -49,7 +49,7 @@ from ..api.verify import (
     verdict_text,
     verify_run,
 )
-from ..draw import WIDE
+from ..drawing import WIDE
 from ..layout import Shape
 from ..layout.adapters import ADAPTERS
 from ..layout.cases import AXES

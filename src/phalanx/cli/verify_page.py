@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..draw import (
+from ..drawing import (
     Html,
     MatrixCell,
     figure,
@@ -21,7 +21,7 @@ from ..draw import (
 from ..layout.choices import PRECISIONS
 
 if TYPE_CHECKING:
-    from ..verify import Verdict
+    from ..verification import Verdict
 
 _GOOD, _NEAR, _BAD = "#8fd3b6", "#f0d080", "#e8896b"
 _COLOURS = (

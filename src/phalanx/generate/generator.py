@@ -3,7 +3,7 @@
 The prompt is processed at once. Then each token costs one pass: over one token where
 keys and values are cached, as for the built-in decoder (`cached.py`) and transformers'
 code (`transformers_cached.py`), and over the whole sequence for a user's own module
-(`recomputed.py`). `train/text.py` opens a generator from a checkpoint or a Hugging Face
+(`recomputed.py`). `training/text.py` opens a generator from a checkpoint or a Hugging Face
 folder, and writes text with it.
 """
 

@@ -4,7 +4,7 @@ Attention is a mixer, and so is a layer that stands in its place. `mixers.py` is
 table of the rows. All other files read a row, and name no mixer but attention.
 
 The classes are in `models/mixers.py`, their cores under cp in `parallel/mixers.py`, and
-the references of `verify` in `verify/mixers.py`. Bytes, kept tensors and messages are
+the references of `verify` in `verification/mixers.py`. Bytes, kept tensors and messages are
 in no row: `cost` finds them by running the layer.
 """
 

@@ -7,6 +7,7 @@ rounds once. Everywhere else, and in a compiled graph, plain torch runs.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from functools import cache
 from importlib import import_module
@@ -18,6 +19,7 @@ from torch import Tensor
 from .function import FrequentFunction, is_transformed
 
 _HALVES = torch.bfloat16, torch.float16
+_LOG = logging.getLogger(__name__)
 
 
 def fuses(x: Tensor) -> bool:
@@ -27,7 +29,11 @@ def fuses(x: Tensor) -> bool:
     if not usable or not x.numel() or is_transformed():
         return False
     # Triton starts kernels on the current device.
-    return x.get_device() == torch.cuda.current_device() and _has_kernels()
+    return (
+        x.get_device() == torch.cuda.current_device()
+        and _has_kernels()
+        and kernels_agree(x.device, x.dtype)
+    )
 
 
 @cache
@@ -42,6 +48,45 @@ def _has_kernels() -> bool:
 @cache
 def _kernels() -> Any:
     return import_module(".fused_kernels", __package__)
+
+
+@cache
+def kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if the kernels give what plain torch gives for a few elements.
+
+    A compiler that fails on this machine must not end a run that plain torch can do.
+    """
+    try:
+        found, wanted = _samples(device, dtype)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(
+                one.float(), other.float(), rtol=2**-6, atol=1e-2
+            )
+    except Exception as error:  # whatever a compiler or a driver raises
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        _LOG.warning("plain torch rotates and gates on %s: %s", device, reason)
+        return False
+    return True
+
+
+def _samples(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Results of the kernels on small inputs, and what plain torch computes for them."""
+    numbers = torch.linspace(-2, 2, 96, device=device)
+    first, second = numbers.to(dtype), numbers.flip(0).to(dtype)
+    x = first.view(1, 3, 4, 8)  # (B, T, heads, head_dim)
+    angles = torch.arange(3.0, device=device).view(1, 3, 1, 1)
+    angles = angles.repeat(1, 1, 1, 8)  # (B, T, 1, head_dim)
+    # The sines of the first half are negative: see `Rope.angles`.
+    signs = torch.ones(8, device=device)
+    signs[:4] = -1
+    cos, sin = angles.cos(), angles.sin() * signs
+    rotated = _kernels().rotated(x, cos, sin, neighbours=False, forward=True)
+    gate, up = first.float(), second.float()
+    plain = x.float() * cos + x.float().roll(4, -1) * sin
+    own = [rotated, _kernels().gated(first, second)]
+    return own, [plain, gate * gate.sigmoid() * up]
 
 
 class Rotated(FrequentFunction):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from ..draw import Html, paragraphs, table, text_table
-from ..draw.words import wrapped
+from ..drawing import Html, paragraphs, table, text_table
+from ..drawing.words import wrapped
 from ..program import KINDS, Costs, Op, Span, Timeline, ops
 
 # Predicted seconds of one operation by kind and piece. A kind that is missing has no

@@ -4,7 +4,7 @@ failures."""
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..draw import COLOURS, Area, Bar, Html, KeyEntry, Row, gantt
+from ..drawing import COLOURS, Area, Bar, Html, KeyEntry, Row, gantt
 from ..layout.goodput import PARTS, Goodput
 from ..layout.journal import Record
 from ..layout.numbers import seconds_text

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from rank_watch.diagnosis import span as ranks_text
 
-from ..draw import Picture
-from ..draw.words import number
+from ..drawing import Picture
+from ..drawing.words import number
 from ..program import KINDS, Op, Program, Recorded, Span, ops
 from ..program.graph import group_axes
 

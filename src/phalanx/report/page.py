@@ -11,14 +11,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ..draw.chart import ChartAxis, Series, chart
-from ..draw.chrome import chrome
-from ..draw.markup import WIDE, Html, paragraphs, table, tag
-from ..draw.mesh import MeshPicture, mesh_svg
-from ..draw.page import figure, frame, timeline
-from ..draw.parts import breakdown_svg, memory_svg
-from ..draw.picture import Picture
-from ..draw.svg import svg
+from ..drawing.chart import ChartAxis, Series, chart
+from ..drawing.chrome import chrome
+from ..drawing.markup import WIDE, Html, paragraphs, table, tag
+from ..drawing.mesh import MeshPicture, mesh_svg
+from ..drawing.page import figure, frame, timeline
+from ..drawing.parts import breakdown_svg, memory_svg
+from ..drawing.picture import Picture
+from ..drawing.svg import svg
 from ..layout import Layout
 from ..layout.files import read_text
 from ..layout.goodput import Goodput

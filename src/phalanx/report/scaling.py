@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..draw import ChartAxis, Html, Series, chart
+from ..drawing import ChartAxis, Html, Series, chart
 from ..layout.numbers import si_text
 from .page import number, records_of, stretches
 

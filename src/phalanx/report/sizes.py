@@ -11,14 +11,14 @@ import torch
 
 from ..comm import TallyWorld
 from ..cost import sizes_of
-from ..draw.shards import Slice
+from ..drawing.shards import Slice
 from ..layout import Layout
 from ..layout.optimizers import USUAL_OPTIMIZER, OptimizerChoice
 from ..parallel import Model
 from ..parallel.local import build_local
 from ..parallel.low_precision import matmul_named
 from ..program import Program, Sizes
-from ..train.precision import precision_of
+from ..training.precision import precision_of
 
 
 def sizes_of_run(

@@ -12,18 +12,18 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..draw import Slice, recorded_picture, shards_svg
-from ..draw.picture import every_rank
-from ..draw.shards import RANKS
+from ..drawing import Slice, recorded_picture, shards_svg
+from ..drawing.picture import every_rank
+from ..drawing.shards import RANKS
 from ..layout import Layout, Shape
 from ..layout.codec import decode
 from ..layout.files import read_text
 from ..layout.journal import read_journal
 from ..layout.optimizers import USUAL_OPTIMIZER, OptimizerChoice
-from ..plan.device import MachineFileError
-from ..plan.hardware import Hardware
-from ..plan.profile import SoftwareProfile
-from ..plan.step import CostFunction, Pricer, Request
+from ..planner.device import MachineFileError
+from ..planner.hardware import Hardware
+from ..planner.profile import SoftwareProfile
+from ..planner.step import CostFunction, Pricer, Request
 from ..program import Recorded, Sizes
 from .compared import Compared, compare
 from .happened import happened, with_shown_ranks

@@ -6,7 +6,7 @@ import time
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.plan import device, hierarchy
+from phalanx.planner import device, hierarchy
 from phalanx_lab.lab import Lab
 from phalanx_lab.mlp import draw, start
 
