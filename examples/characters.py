@@ -2,11 +2,11 @@
 
     python examples/characters.py
 
-The text is the help of Python, which ships with it (`pydoc_data.topics`). Model, sizes and settings
-are those of nanoGPT's README for a CPU; a character is a byte. The plain script draws random
-windows, phalanx takes every window once per epoch. Prints the validation losses over the whole
-held-out part, the time of a step with both run in turns, and a sampled text; writes the curves as
-an SVG. `--steps 0` only times.
+The text is the help that ships with Python (`pydoc_data.topics`). Model, sizes and settings are
+those of nanoGPT's README for a CPU; a character is a byte. The plain script draws random windows,
+phalanx takes every window once per epoch. Prints the validation losses over the whole held-out
+part, the step times of both run in turns, and a sampled text. Writes the curves as an SVG.
+`--steps 0` measures times only.
 """
 
 from __future__ import annotations
@@ -223,8 +223,9 @@ def command(words: list[str]) -> str:
 def timed(data: Path, out: Path, rounds: int) -> None:
     """Trains both in turns; prints the times of a step and their ratios.
 
-    The processor time of a step of phalanx is that of all its processes: the difference of a long
-    run and a short one, which start alike. It depends less on other programs than the time does.
+    The processor time of a step of phalanx covers all of its processes. It is the difference
+    between a long and a short run, so start-up cancels out. Other programs affect it less than
+    elapsed time.
     """
     table = []
     for turn in range(rounds):

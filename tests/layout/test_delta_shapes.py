@@ -51,11 +51,11 @@ def test_latent_attention_has_no_gate() -> None:
     "shape, layout, says",
     [
         (replace(DELTA, delta_key_heads=2), "tp4", "tp=4 does not divide delta_key_heads=2"),
-        (DELTA, "dp2 fp8", "no matmuls of delta layers in 8 bits"),
+        (DELTA, "dp2 fp8", "does not support delta layers"),
         (DELTA, "dp2 compile", "compile has not been compared in blocks with delta layers"),
-        (DELTA, "dp2 exact", "exact has no order of the sums in delta layers"),
+        (DELTA, "dp2 exact", "exact does not fix the order of sums in delta layers"),
         (replace(SHAPES["gqa"], output_gate=True), "dp2 exact",
-         "exact has no order of the sums behind output_gate"),
+         "exact does not fix the order of sums after output_gate"),
     ],
 )  # fmt: skip
 def test_layouts_without_delta_layers_are_refused(

@@ -166,7 +166,7 @@ def sent_rows(steps: Steps) -> list[tuple[str, str, str]]:
 
 
 def _receivers(to: Mapping[int, float], others: set[int]) -> str:
-    """The bytes to each receiver, in short if everybody else gets as many."""
+    """The bytes sent to each receiver, in short if all other ranks get the same."""
     sizes = set(to.values())
     if len(others) > 1 and {*to} == others and len(sizes) == 1:
         return f"{bytes_text(sizes.pop())} to each other rank"
@@ -210,7 +210,7 @@ def value_rows(steps: Steps) -> list[tuple[str, ...]]:
 def _alike(
     of_ranks: Mapping[int, list[tuple[str, ...]]],
 ) -> Iterator[tuple[list[int], list[tuple[str, ...]]]]:
-    """Yield what all ranks have, then ranks with the rest of what they have."""
+    """Yield the values that all ranks share, then the rest for each group of ranks."""
     shared = set.intersection(*map(set, of_ranks.values()))
     if shared:
         values = next(iter(of_ranks.values()))

@@ -191,13 +191,13 @@ def _parser() -> Parser:
 def _add_picture(parser: Parser, suffixes: Sequence[str], help: str) -> None:
     parser.add(
         "--width",
-        help="width in columns, of an .svg in pixels; default what fits",
+        help="width in columns (.svg: in pixels); default: what fits",
     )
     parser.add_output("--out", *suffixes, help=help)
 
 
 def _formats(width: int | None) -> dict[str, Callable[[Picture], str]]:
-    """The formats of a file by suffix; an SVG has this width in pixels."""
+    """File formats by suffix; `width` is that of an SVG, in pixels."""
     return {**FORMATS, ".svg": lambda picture: svg(picture, width or 0)}
 
 

@@ -103,7 +103,7 @@ def _model(args: argparse.Namespace) -> tuple[Shape, Maker | None]:
         rank = getattr(args, row.key)
         if rank and make is not None:
             raise UsageError(f"--{row.key} is for built-in models.")
-        if rank:  # in the name, as a log of verdicts is named by it
+        if rank:  # the log of verdicts has the shape's name
             name = f"{shape.name}-{row.key}{rank}"
             shape = replace(row.with_rank(shape, rank), name=name)
     return shape, make

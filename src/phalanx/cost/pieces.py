@@ -95,8 +95,8 @@ def cost_kinds(
     """One PieceCost for each kind of piece, for each number of rows.
 
     Pass the same `found` when costing many layouts of one model, at one sequence length
-    and for one target. With `kinds`, the other kinds are not costed; the model has no
-    experts then, as their pieces take what earlier pieces give.
+    and for one target. With `kinds`, only these kinds are costed. The model must then
+    have no experts, whose pieces take outputs of earlier pieces.
     """
     if model.shape is None:
         raise LayoutError(

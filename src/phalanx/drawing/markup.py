@@ -193,7 +193,7 @@ def stripes(
 ) -> Html:
     """The stripes of a rectangle; "" if it is plain or narrower than two stripes.
 
-    Lines of a path, as a page must not refer to patterns by their address.
+    They are lines of a path: a page must not use `url(#...)`, which patterns need.
     """
     columns = range(1, int(width / _STRIPES) + 1)
     rows = range(1, int(height / _STRIPES) + 1)
@@ -284,7 +284,7 @@ def document(
 
 
 def _heading(title: str, width: float) -> list[Html]:
-    """The title in one line; in two smaller ones where it is wider than the card."""
+    """The title in one line, or in two smaller lines if it is wider than the card."""
     room = width - 40
     # A letter of 15 pixels takes 8.2 on average, one of 12 pixels 6.7.
     if len(title) * 8.2 <= room:

@@ -91,8 +91,8 @@ def timeline(picture: Picture) -> Html:
     ]
     head = ("", *times, "difference")
     words = (
-        "Time of the ranks shown, by kind of operation; of messages where nothing else is done."
-        " Differences are shares of the predicted step."
+        "Time of the ranks shown, by kind of operation. Messages count only while a rank does"
+        " nothing else. Differences are shares of the predicted step."
     )
     data = json.dumps(_data(picture), separators=(",", ":"), ensure_ascii=True)
     # `<` as \u003c is the same in JSON.

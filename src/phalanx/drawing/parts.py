@@ -68,8 +68,8 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
         max(t.makespan for t in picture.timelines),
         clock=picture.clock,
         notes=[
-            "The parts stand in the order of the legend. What runs beside computing is counted where"
-            " the rank computes nothing."
+            "The parts are in the order of the legend. Operations that run beside computation"
+            " count only while the rank computes nothing."
         ],
         colours=entries,
         width=width,
@@ -151,7 +151,7 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
         clock=picture.clock,
         notes=[
             f"The fullest rank holds {picture.amount(most)}. {picture.limit_words}".strip(),
-            "The kinds lie above each other in the order of the legend.",
+            "The kinds are stacked in the order of the legend.",
         ],
         colours=[KeyEntry(fill, kind) for kind, fill in fills.items()],
         width=width,

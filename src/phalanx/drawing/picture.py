@@ -26,7 +26,7 @@ from ..program import (
 from .words import number
 
 PAINTS = {letter: kind.paint for letter, kind in KINDS.items()}
-# A limit is drawn if it is at most this many times what is held: otherwise the areas
+# The limit is drawn if it is at most this many times the peak: otherwise the areas
 # would be too low to read.
 _WITHIN = 3.0
 LEGEND = {
@@ -142,7 +142,7 @@ class Picture:
 
     @property
     def limit_shown(self) -> float:
-        """The limit of memory if it fits on an axis with what is held; otherwise 0."""
+        """The memory limit if the axis can show it beside the peak; otherwise 0."""
         return self.limit if self.limit <= _WITHIN * self.most else 0.0
 
     @property

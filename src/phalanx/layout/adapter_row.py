@@ -1,8 +1,8 @@
 """The row of an adapter: everything about it that needs no tensors.
 
-An adapter stands beside a linear: its weights are trained, and all other weights are
-frozen. `adapters.py` is the table of the rows. All other files read a row, and name no
-adapter.
+An adapter's output is added to that of a linear layer. The adapters' weights are
+trained, and all other weights are frozen. `adapters.py` is the table of the rows. All
+other files read a row instead of naming an adapter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class AdapterWeight(NamedTuple):
     def dims(self, linear: Sequence[str]) -> str:
         """The names of the dims beside a linear with dims (out, into)."""
         out, into = linear
-        # Beside a sharded weight, the whole matrix did different work on each rank of
-        # tp.
+        # Beside a sharded weight, each rank of tp uses the whole matrix for different
+        # work.
         rank = ADAPTER if {out, into} & AXIS_OF.keys() else "-"
         of_side = {"o": out, "i": into, "r": rank}
         return " ".join(of_side[side] for side in self.sides)
@@ -78,7 +78,7 @@ class AdapterRow:
 
     @property
     def mark(self) -> str:
-        """The part of a weight's name that says that it is an adapter's."""
+        """The part of a weight's name that marks an adapter's weight."""
         return f".{self.key}."
 
     def rank_of(self, shape: Shape) -> int:
@@ -92,6 +92,6 @@ class AdapterRow:
         return replace(shape, **sizes)
 
     def targets_of(self, shape: Shape) -> tuple[str, ...]:
-        """The linears that a shape names; empty: all of its blocks."""
+        """The linear layers that a shape names; empty: every one in its blocks."""
         named: tuple[str, ...] = getattr(shape, self.targets)
         return named

@@ -108,7 +108,7 @@ def _violations(layout: Layout, shape: Shape) -> Iterator[Violation]:
             "ulysses", f"{what} (heads={heads}, tp={tp}).", way_out
         )
     if layout.exact and shape.output_gate:
-        what = "exact has no order of the sums behind output_gate."
+        what = "exact does not fix the order of sums after output_gate."
         yield Violation("exact", what, "Leave exact out.")
 
 

@@ -103,7 +103,7 @@ def _weights(shape: Shape) -> Iterator[MixerWeight]:
 
 
 def _work(shape: Shape, sequence: int) -> int:
-    """The state corrected, written and read, whatever the length and the chunks."""
+    """Correcting, writing and reading the state, whatever the length and the chunks."""
     state = shape.delta_key_dim * shape.delta_value_dim
     return 3 * shape.delta_heads * state
 
@@ -119,13 +119,13 @@ def _violations(layout: Layout, shape: Shape) -> Iterator[Violation]:
             f"Use tp {fits}.",
         )
     if layout.matmul:
-        what = f"{layout.matmul} has no matmuls of delta layers in 8 bits."
+        what = f"{layout.matmul} does not support delta layers."
         yield Violation("matmul", what, "Leave it out.")
     if layout.compile:
         what = "compile has not been compared in blocks with delta layers."
         yield Violation("compile", what, "Leave compile out.")
     if layout.exact:
-        what = "exact has no order of the sums in delta layers."
+        what = "exact does not fix the order of sums in delta layers."
         yield Violation("exact", what, "Leave exact out.")
 
 

@@ -65,7 +65,7 @@ class Family:
     # The beginning of tensors that predict further tokens: they are not read.
     unread: str = ""
     # Blocks after the last one predict further tokens: they are written and not read.
-    # Our names of a module's tensors, and theirs below its block's.
+    # Our names of a module's tensors, and theirs, relative to the block's name.
     further: Mapping[str, str] = field(default_factory=dict)
     # Their keys about experts and latent attention, and ours.
     experts: Mapping[str, str] = field(default_factory=dict)

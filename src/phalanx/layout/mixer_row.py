@@ -1,7 +1,7 @@
 """The row of a mixer: everything about a block's layer between tokens that needs no tensors.
 
-Attention is a mixer, and so is a layer that stands in its place. `mixers.py` is the
-table of the rows. All other files read a row, and name no mixer but attention.
+Attention is a mixer, and so is any layer that replaces it. `mixers.py` is the table of
+the rows. All other files read a row instead of naming a mixer other than attention.
 
 The classes are in `models/mixers.py`, their cores under cp in `parallel/mixers.py`, and
 the references of `verify` in `verification/mixers.py`. Bytes, kept tensors and messages are
@@ -56,16 +56,16 @@ class MixerRow:
     # Its weights in order of use, and its linears that may carry adapters.
     weights: Callable[[Shape], Iterator[MixerWeight]]
     linears: tuple[str, ...]
-    # Multiply-adds of one token of a sequence of this length, beside the linears.
+    # One token's multiply-adds outside linear layers, in a sequence of this length.
     work: Callable[[Shape, int], int]
     # The rules that a layout breaks.
     violations: Callable[[Layout, Shape], Iterator[Violation]]
-    # Each token attends to those before it: the work is that of pairs of tokens, which
-    # a window limits.
+    # Each token attends to earlier tokens: `work` counts pairs of tokens, and a window
+    # limits it.
     pairs: bool = False
     cached: bool = False  # generation over ranks has a cache for it
-    # Sizes of its own: filled in from others, checked, and shrunk for heads of `head`
-    # features.
+    # The mixer's own sizes. `fill` derives missing ones, `mistakes` checks them, and
+    # `shrunk` shrinks them for heads of `head` features.
     own_keys: type | None = None
     fill: Callable[[Shape], None] = _nothing
     mistakes: Callable[[Shape], Iterator[Mistake]] = _no_mistakes

@@ -55,7 +55,7 @@ def rows_in(shape: Shape) -> tuple[MixerRow, ...]:
         return ()
     count = max(1, min(len(shape.mixers), shape.layers))
     rows = (mixer_of_block(shape, number) for number in range(count))
-    # In the order of the table, which is that of the reasons against a layout.
+    # In the table's order, in which the reasons against a layout are listed.
     names = list(MIXERS)
     return tuple(
         sorted(
@@ -102,7 +102,7 @@ def shrunk_sizes(shape: Shape, layers: int, head: int) -> Mapping[str, Any]:
 
 
 def absent_sizes(names: Sequence[str]) -> Mapping[str, Any]:
-    """The sizes of the mixers that these names leave out, as a shape without them has."""
+    """The default sizes of all mixers that are not in `names`."""
     return {
         each.name: each.default
         for row in MIXERS.values()

@@ -1,7 +1,7 @@
 """The keys of multi-token prediction, and the pieces that it adds (DeepSeek-V3 2024).
 
-Each module predicts one token further. It is two pieces behind the last block: a join,
-which takes a hidden state and a later token's embedding, and a block. See
+Each module predicts one token further ahead. It adds two pieces after the last block: a
+join, which takes a hidden state and a later token's embedding, and a block. See
 `models/mtp.py`. Other files ask a shape for its `predictors` and its `joins`.
 """
 

@@ -20,7 +20,7 @@ from .mesh import LayoutError
 AXIS_OF: dict[str, str] = dict.fromkeys(
     ("vocab", "heads", "kv", "groups", "ffn"), "tp"
 ) | {"experts": "ep"}
-# The rank dim of an adapter beside a sharded weight: whole, but ranks did
+# The rank dim of an adapter beside a sharded weight: whole, but ranks do
 # different work with it.
 ADAPTER = "adapter"
 # The vectors from which latent attention expands heads: whole, but ranks of tp expanded

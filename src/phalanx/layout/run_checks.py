@@ -87,7 +87,7 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
     extra = shape.extra_losses if shape is not None else {}
     for name, value in extra.items():
         if run.loss:
-            what = f"loss = {run.loss!r} with {name} = {value}, whose modules have losses of their own"
+            what = f"loss = {run.loss!r} with {name} = {value}, which adds losses of its own"
             yield Mistake("loss", what, f"Leave {name} out")
     yield from _layout(run, shape)
     for each in run.fallbacks:

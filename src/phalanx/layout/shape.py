@@ -397,7 +397,7 @@ class Shape(AdapterSizes, MtpKeys, MixerKeys):
                     yield Mistake(row.targets, what, way_out)
         adapter = self.adapter
         if adapter and self.freeze:
-            what = f"freeze beside {adapter.name}, which trains its own weights and nothing else"
+            what = f"freeze beside {adapter.name}, which already freezes all other weights"
             yield Mistake("freeze", what, "Leave it out")
         if adapter and self.kind != "decoder":
             what = f"{adapter.name} in a model that is not a decoder"

@@ -17,7 +17,7 @@ def look_ahead(batch: Mapping[str, Tensor], modules: int) -> dict[str, Tensor]:
     """The tokens and targets that modules take at each token, from whole rows.
 
     At token i, module k takes token i + k and predicts the target of token i + k. If
-    that token is behind the end of the row or in another document, there is nothing to
+    that token is beyond the end of the row or in another document, there is nothing to
     predict.
     """
     tokens, targets = batch["tokens"], batch["targets"]
@@ -39,7 +39,7 @@ def look_ahead(batch: Mapping[str, Tensor], modules: int) -> dict[str, Tensor]:
 
 
 def _shifted(x: Tensor, by: int, fill: int) -> Tensor:
-    """x (B, T) with each token's value replaced by that of the token `by` further."""
+    """x (B, T) with every value moved `by` tokens to the left; `fill` at the end."""
     y = torch.full_like(x, fill)
     y[:, :-by] = x[:, by:]
     return y

@@ -112,10 +112,10 @@ class ChunkTerms(NamedTuple):
 class DeltaCore(nn.Module):
     """The convolution and the delta rule, on the tokens that a process holds.
 
-    `x` (B, T, channels) holds queries, keys and values of all heads, one behind the
-    other, and `taps` (channels, width) the convolution of each channel. `log_decay` and
-    `strength` are (B, T, value heads). It returns (B, T, value heads, value_dim). With
-    `ids` (B, T of whole sequences), state and convolution start again where they change.
+    `x` (B, T, channels) holds queries, then keys, then values of all heads; `taps`
+    (channels, width) holds the convolution of each channel. `log_decay` and `strength`
+    are (B, T, value heads). It returns (B, T, value heads, value_dim). With `ids`
+    (B, T of whole sequences), state and convolution start again where they change.
 
     Subclasses may hold other tokens: several runs of a sequence, with tokens and states
     before them that other processes compute.
@@ -134,7 +134,7 @@ class DeltaCore(nn.Module):
         """The documents of each run's tokens and of the `before` tokens before it.
 
         `ids` (B, T of whole sequences) are from `numbered`, and a process holds `length`
-        tokens. Returns (B * runs, before + tokens); before a sequence there is -1.
+        tokens. Returns (B * runs, before + tokens), with -1 before a sequence's start.
         """
         return F.pad(ids, (before, 0), value=-1)
 
@@ -276,9 +276,9 @@ def numbered(documents: Tensor) -> Tensor:
 
 
 def shared_ids(batch: Mapping[str, Any], dtype: torch.dtype) -> Tensor | None:
-    """The numbers of a batch's documents, on the device: once for all layers.
+    """The numbers of a batch's documents on the device, computed once for all layers.
 
-    Documents are on the host. A copy from pinned memory lets the host continue.
+    Documents are on the host. Copying from pinned memory does not block the host.
     """
     documents: Tensor | None = batch.get("documents")
     if documents is None:

@@ -36,7 +36,7 @@ class Embed(nn.Module):
 
     @property
     def uncompiled(self) -> bool:
-        """True if this is a lookup alone, which calling a graph would slow down."""
+        """True if this is only a lookup, which a compiled graph would slow down."""
         plain = self.scale == 1 and not self.dropout.rate
         return plain and self.positions is None
 
@@ -61,7 +61,7 @@ class LossHead(nn.Module):
     In a piece, the output projection may return `ChunkedLogits` in place of the logits.
     """
 
-    # The child that may do so. A class that computes with the loss leaves it out.
+    # The child that may do so. Empty in a class that computes further with the loss.
     by_chunks = ""
 
     def __init__(

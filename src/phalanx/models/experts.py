@@ -398,8 +398,8 @@ class ExpertProducts(nn.Module):
         self.product: Callable[[Tensor, Any, Tensor | None], Tensor] = F.linear
         self.each_expert: Callable[[Tensor], Sequence[Any]] = _unbound
         self.grouped_kernels = True
-        # With it, the tokens of each run are multiplied apart. It gives the weight of a
-        # name for a run, whose gradient is kept apart too.
+        # If set, each run of tokens is multiplied separately. Called with a weight's
+        # name, the weight and a run, it returns the weight with a separate gradient.
         self.weight_of_run: Callable[[str, Tensor, int], Tensor] | None = None
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
@@ -432,9 +432,9 @@ class ExpertProducts(nn.Module):
     def on_runs(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Apply experts to tokens that arrive in runs, each sorted by expert.
 
-        There is a run for each sender; with parts of time, one for each of its parts.
-        `counts` (runs, experts) are the tokens sent. Results keep the order of `tokens`
-        (n, hidden).
+        There is one run per sender, or per sender and part of time. `counts`
+        (runs, experts) are the numbers of tokens sent. Results keep the order of
+        `tokens` (n, hidden).
         """
         if self.weight_of_run is not None:
             own = [self.weights(run) for run in range(len(counts))]
@@ -457,7 +457,7 @@ class ExpertProducts(nn.Module):
         counts: Tensor,
         weights: Sequence[ExpertWeights],
     ) -> Tensor:
-        """Apply experts to each run of tokens apart, with weights for each."""
+        """Apply experts to each run of tokens separately, with its own weights."""
         if tokens.is_meta:
             # One run's share of the tokens cannot be known: all at once.
             return self._as_if_even(tokens, weights[0])

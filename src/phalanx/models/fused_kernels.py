@@ -11,7 +11,7 @@ from torch import Tensor
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
-# Elements that a program of `rotate_kernel` holds of each half, and of `gate_kernel`.
+# Elements per program: of a half in `rotate_kernel`, of a tensor in `gate_kernel`.
 _PAIRS, _BLOCK = 1024, 1024
 
 

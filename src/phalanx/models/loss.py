@@ -37,10 +37,10 @@ Add = Callable[[Sequence[Tensor]], Tensor]
 
 
 class ExtraLoss(NamedTuple):
-    """A loss that a head returns as a sum beside its own.
+    """An additional loss that a head returns as a sum.
 
-    `share` times that sum is what a log divides by the number of targets, and `factor`
-    times that is the loss's part of the whole loss.
+    A log divides `share` times the sum by the number of targets. The whole loss
+    includes `factor` times the same product.
     """
 
     share: float

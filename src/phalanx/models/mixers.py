@@ -1,8 +1,8 @@
 """The table of mixers: the layers between tokens that a block of the decoder may have.
 
 A block calls its mixer as `mixer(x, positions, documents, noise, angles, document_ids)`
-and adds what it returns, (B, T, hidden), to the residual stream. The last two are tensors
-derived from a batch once for all blocks: see `derived`.
+and adds what it returns, (B, T, hidden), to the residual stream. The last two are
+tensors that are derived from a batch once and used by all blocks: see `derived`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .delta import GatedDelta
 from .rope import SharedAngles
 from .sizes import DecoderSizes
 
-# Makes a tensor for all blocks from a batch and the activations' dtype; None: the batch
-# has nothing to derive it from.
+# Makes a tensor for all blocks from a batch and the activations' dtype, or None if the
+# batch lacks its source.
 Derive = Callable[[Mapping[str, Any], torch.dtype], Tensor | None]
 # Fills a weight that only this mixer has with its initial values; False for any other.
 Draw = Callable[[str, Tensor, torch.Generator | None], bool]

@@ -1,11 +1,11 @@
-"""Multi-token prediction (DeepSeek-V3 2024, section 2.2): modules behind the last block.
+"""Multi-token prediction (DeepSeek-V3 2024, section 2.2): modules after the last block.
 
-Module k predicts, at token i, token i + k + 1. It takes the hidden state of the module
-before it (the first one takes that of the last block) and the embedding of token i + k,
-which it normalizes, concatenates and projects to the model's width. A block of the
-model's own kind follows, and then the model's own output projection behind a norm of
-the module's own. So a module is two pieces, `Join` and a block, and the decoder's
-`PredictingHead` computes both losses.
+At token i, module k predicts token i + k + 1. Its inputs are the hidden state of the
+previous module (for the first, of the last block) and the embedding of token i + k. It
+normalizes both, concatenates them and projects them to the model's width. A block like
+the model's follows, then a norm of the module's own and the model's output projection.
+So a module is two pieces, `Join` and a block, and the decoder's `PredictingHead`
+computes both losses.
 
 `ahead.py` makes the modules' entries of a batch.
 """
@@ -72,9 +72,10 @@ class Join(nn.Module):
 class PredictingHead(LossHead):
     """A head with the losses of the next token and of the modules' tokens.
 
-    `x` is the hidden state of the last module, and `hidden` those of the last block and
-    of the modules before. The second loss is a sum over all modules. Without `hidden`,
-    `x` is that of the last block, and the next token's loss is the only one.
+    `x` is the hidden state of the last module. `hidden` holds the states of the last
+    block and of the earlier modules. The second loss is a sum over all modules. Without
+    `hidden`, `x` is the state of the last block, and there is only the next token's
+    loss.
     """
 
     by_chunks = "output"

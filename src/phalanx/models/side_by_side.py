@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_modules
 
-# What replaces the layers' calls: the outputs for an input, or None if it must be separate
-# calls this time.
+# Replaces the calls of the layers: returns their outputs for an input, or None if they
+# must be called separately this time.
 JointProduct = Callable[[Tensor], Sequence[Tensor] | None]
 
 
 class SideBySide(nn.Module):
     """A module with linear layers that are called on one input, one after the other.
 
-    Separate calls are separate nodes of autograd's graph, each with its host time. A
-    piece whose layers are all plain sets `joint_product`, which is one node for all. It
-    adds up the input's gradient, so it must be the `only_reader`: with another reader the
-    sum would have another order.
+    Separate calls are separate nodes of autograd's graph, each with its host time. If
+    all layers are plain, their piece sets `joint_product`, which makes one node for
+    all. That node sums the input's gradient, so nothing else may read the input
+    (`only_reader`): another reader would change the order of the sum.
     """
 
     side_by_side: ClassVar[tuple[str, ...]]  # the attributes of the layers
@@ -40,7 +40,7 @@ class SideBySide(nn.Module):
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if a call of a module runs more than its forward: its own hooks, or everybody's."""
+    """True if calling a module also runs hooks, its own or global ones."""
     own = (
         module._forward_hooks
         or module._forward_pre_hooks

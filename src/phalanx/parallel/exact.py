@@ -7,16 +7,17 @@ tree. So each element is the same sum of the same terms as on one process.
 
 A leaf may have several slots, and a sum of the tree adds those of the same number:
 
-- An expert's tokens come from several ranks of ep, each with a microbatch of its own. The
-  products of an expert are computed for each of these senders. Their slots are added to
-  each other before a sum is exchanged.
-- With parts of time (`time_parts.py`) each part has a slot. All of them are exchanged,
-  and the owner of an element first adds those of the same part of time, then the parts.
+- An expert's tokens come from several ranks of ep, each with a microbatch of its own.
+  The expert's matmuls run separately for each sender, and each sender has a slot. The
+  slots of all senders are added before a sum is exchanged.
+- With parts of time (`time_parts.py`) each part has a slot. All slots are exchanged.
+  The owner of an element first adds the slots of the same part of time, then the parts.
   Experts then have a slot for each part of time of each sender.
 
-Every weight begins at a multiple of `ALIGNED` elements, as does every shard. Kernels
-that update a run of weights round the last elements of a run, which fill no vector,
-differently from the others: here a run ends with padding, in every layout.
+Every weight and every shard begins at a multiple of `ALIGNED` elements. A kernel that
+updates a run of weights rounds the last elements, which do not fill a vector,
+differently from the others. Here every run ends with padding, in every layout, so no
+weight is among these elements.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Experts whose products are split into equal parts: tensor parallelism of `exact`.
+"""Experts whose matmuls are split into equal parts: tensor parallelism of `exact`.
 
-With `exact:4` the products of every expert run four times, each time with a quarter of
-its features. The results of each token are added in the tree before they are merged, so
-everything outside of the products is computed as without tp. A router sees all features
-of a token and, with `seq`, some of the tokens: it runs on equal chunks of the sequence.
+With `exact:4`, the matmuls of every expert run four times, each time with a quarter of
+its features. The partial results of each token are added in the tree before experts'
+results are merged, so everything outside the matmuls is computed as without tp. A
+router sees all features of a token but, with `seq`, only some tokens. It therefore runs
+on equal chunks of the sequence.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class _PartProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        # The view is saved, and not its copy: the weights may be dropped until then.
+        # Save the view, not the copy: the weights may be dropped before the backward.
         ctx.save_for_backward(x, weight)
-        # With the same strides on every rank.
+        # The copy has the same strides on every rank.
         return F.linear(x, weight.contiguous(), bias)
 
     @staticmethod
@@ -80,7 +81,7 @@ class ExpertsInParts:
             numbers = [None]
         weights = [experts.weights(number) for number in numbers]
         by_run = [self._cut(own) for own in weights]
-        # A rank may receive no tokens, as may all that share its experts by tp.
+        # If a rank gets no tokens, the ranks that share its experts by tp get none.
         sends = tokens.numel() > 0
         inputs = spread(self.fork(tokens) if sends else tokens, self.count)
         found: list[Tensor] = []
@@ -137,8 +138,8 @@ class RouterOverTime(OverTime):
 def join_terms(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The terms of a router's losses over all parts of time.
 
-    Counts are whole numbers, and gradients of the others are the same for each part. So
-    these sums need no order.
+    Counts are whole numbers, and the other terms have the same gradient for each part.
+    So the order of these sums does not matter.
     """
     first, *others = parts
     terms = dict(first)

@@ -49,7 +49,7 @@ class Choices:
 def in_runs(counts: Tensor, ranks: int) -> Tensor:
     """Counts ((parts of time,) experts) by rank: (ranks, parts of time, its experts).
 
-    Every rank has as many experts as the first; behind the last are zeros.
+    Every rank gets as many entries as the first; missing experts have a count of zero.
     """
     experts = counts.shape[-1]
     each = -(-experts // ranks)

@@ -74,8 +74,8 @@ class Model:
     and the pieces between pass it by. `edges(piece, batch)` returns a piece's inputs as
     meta tensors; those in the dtype of the weights take the dtype of the computation.
     `derived` names tensors computed from a microbatch and the activations' dtype, such
-    as angles of positions; None if the microbatch has nothing to derive it from. Each is
-    computed once on a rank, and pieces name it like an entry of the batch.
+    as angles of positions. A function returns None if the microbatch lacks its source.
+    Each tensor is computed once on a rank; pieces name it like an entry of the batch.
 
     `counts` gives the number of indivisible units in a dim that is sharded by units:
     heads and kv. `rates` names weights that an update moves by the sign of their

@@ -168,7 +168,7 @@ def parts_of_time(x: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def parts_of(x: Any, count: int) -> Sequence[Any]:
-    """Equal parts of time of a tensor (B, T, ...); anything else is in all parts."""
+    """Equal parts of time of a tensor (B, T, ...); other values repeat in each part."""
     if not isinstance(x, Tensor) or x.dim() < 2:
         return [x] * count
     return parts_of_time(x, count)

@@ -572,9 +572,9 @@ class Piece:
         return product
 
     def _join_products(self, factors: Mapping[nn.Module, _Factor]) -> None:
-        """Compute layers of one input in one node of the graph where all are plain.
+        """Compute layers that share an input in one node, if all of them are plain.
 
-        `exact` exchanges the products of single layers, in parts of features or time.
+        `exact` replaces the products of single layers by parts of features or time.
         """
         plain = {
             layer
@@ -602,7 +602,7 @@ class Piece:
         x: Tensor,
     ) -> Sequence[Tensor] | None:
         """The outputs of layers on x, or None where they must be called separately."""
-        # As for a single product, and a hook sees the call of a single layer.
+        # Same conditions as for a single product. Hooks must see each layer's own call.
         needed = x.requires_grad and torch.is_grad_enabled() and x.dim() > 1
         if not needed or any(map(has_hooks, layers)):
             return None

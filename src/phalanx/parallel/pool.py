@@ -13,12 +13,12 @@ from torch import Tensor
 class BufferPool:
     """A small set of flat buffers that are taken, given back and reused.
 
-    `check` proves how many buffers are in use at once. `most` is the number of each size
-    that was made, and `most_bytes` what was in use at once: buffers of another size may
-    wait meanwhile, as a buffer serves its own size only.
-    `empty` allocates them: where ranks share memory, in a shared region, so that other
-    ranks read and write them in place. With `poison`, new and returned buffers are
-    filled with NaN, so a use before the gather or after the drop shows.
+    `check` proves how many buffers are in use at once. `most` is the largest number of
+    buffers of each size, `most_bytes` the peak of bytes in use. The peak can be smaller
+    than all buffers together, because a buffer serves its own size only. `empty`
+    allocates them: where ranks share memory, in a shared region, so that other ranks
+    read and write them in place. With `poison`, new and returned buffers are filled
+    with NaN, so a use before the gather or after the drop shows.
     """
 
     def __init__(

@@ -260,7 +260,7 @@ def _reduced(group: Group, x: Tensor) -> Tensor:
 def _gathered(
     group: Group, module: nn.Module, args: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The tokens of all ranks, on which all of them compute the same."""
+    """The tokens of all ranks, gathered so that every rank computes the same."""
     return tuple(regions.gather(x, group, 1) for x in args)
 
 

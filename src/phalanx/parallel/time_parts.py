@@ -219,7 +219,7 @@ class SendingInTime:
         }
 
     def _by_rank(self, counts: Tensor, rows: int) -> Tensor:
-        """The order (n) of rows by the rank that has their expert, then as they are."""
+        """The order (n) of rows by the rank that has their expert, stable in a rank."""
         own = -(-self.experts // self.ranks)
         owner = torch.arange(self.experts, device=counts.device) // own
         owners = owner.repeat(len(counts)).repeat_interleave(
@@ -232,7 +232,7 @@ _SENT = ("sent", "counts", "gates", "order")  # of every `Sending`
 
 
 class MergeInTime:
-    """The forward of `Merge` on each part of time of results from other ranks."""
+    """The forward of `Merge`, run on each part of time of the returned results."""
 
     def __init__(self, merge: Merge, count: int) -> None:
         self.merge, self.count = merge, count

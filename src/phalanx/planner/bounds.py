@@ -368,7 +368,7 @@ class _Numbers:
             repeated = table[..., _PLACE["recompute"]]
             for q, inner in enumerate(options.inners):
                 layout = space.layout(options, 0, 0, 0, q)
-                # A block that is recomputed whole is so before its gradient is sent.
+                # Whole recomputation of a block ends before its gradient is sent.
                 part = inner.recompute == "selective"
                 for c, edge in enumerate(edges[:, q]):
                     beside = float(repeated[c, q]) * part

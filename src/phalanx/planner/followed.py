@@ -389,8 +389,8 @@ def _summed(
     way: int,
 ) -> float:
     """The end of the last sum; units are summed in turn after their contributions."""
-    # Sums over replicas that share the lane take their turn in it. Else the last one
-    # follows the last sum over shards.
+    # Sums over replicas may share a lane with other sums and queue there. Otherwise the
+    # last of them follows the last sum over shards.
     replicas = float(collectives.replicas[:, way].min())
     after = 0.0 if collectives.shares_lane(way) else replicas
     begun = {

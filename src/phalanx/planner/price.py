@@ -80,7 +80,7 @@ def nearest(layout: Layout, *, experts: bool = False) -> int:
 def exchange_seconds(
     layout: Layout, experts: int, hardware: Hardware, edge: float
 ) -> tuple[float, float]:
-    """Seconds of counting tokens for each expert, and of an exchange of `edge` bytes."""
+    """Seconds to exchange token counts, and to exchange `edge` bytes of tokens."""
     # The distance along the nearest of those axes.
     near = min(
         (

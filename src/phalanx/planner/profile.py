@@ -131,7 +131,7 @@ class SoftwareProfile:
     )
     narrow_inputs: bool = key(
         False,
-        "inputs of products in 8 bits stay so until the backward",
+        "8-bit matmuls keep their inputs in 8 bits until the backward",
     )
     overlaps_data: bool = key(
         True, "data-parallel messages overlap with computing"

@@ -553,7 +553,7 @@ def _shape(fields: Mapping[str, str]) -> Shape:
 
 
 def _trains_adapters(row: AdapterRow, titles: str) -> bool:
-    """True if these say that adapters are trained, and not that they are not."""
+    """True if `titles` say that these adapters are trained, without a negation."""
     word = re.compile(rf"{_DENIED}(?P<bits>q?){row.name}\b", re.IGNORECASE)
     named = [match for match in word.finditer(titles) if not match["denied"]]
     if any(match["bits"] for match in named):

@@ -108,11 +108,11 @@ class Recorded:
     def measured(
         self, sizes: Sizes | None = None, *, every: bool = False
     ) -> Timeline:
-        """The measured timeline from time 0 of the ranks that a simulation shows.
+        """The measured timeline, from time 0, of the ranks that a simulation shows.
 
-        With `every`, of all ranks.
-        A message lasts from its send to its receipt. Its sender looks after it much
-        later, often at the end of the step, and its receiver asks for it long before.
+        With `every`, it shows all ranks. A message lasts from its send to its receipt.
+        The recorded calls last longer: the sender often completes its call at the end
+        of the step, and the receiver posts its call long before the send.
         """
         rows = range(len(self.program.rows))
         shown = {self.program.owner.index(row) for row in rows}

@@ -158,7 +158,7 @@ def _lives(spent: Spent) -> list[Bar]:
 
 
 def was_killed(before: Record, record: Record) -> bool:
-    """True if a record is the first of a process, and the one before it was killed."""
+    """True if `record` is a process's first and the process of `before` was killed."""
     if not before or record["event"] == "hang":
         return False
     begins = record.get("began") != before.get("began")

@@ -1,7 +1,7 @@
 """The measured step in sentences: which rank waited for what, and for how long.
 
-A rank's waits are the gaps between its computations. It waits from one thread, so the
-calls that end in a gap divide it among themselves, in the order of their ends.
+A rank's waits are the gaps between its computations. One thread makes all calls, so a
+gap is divided among the calls that end in it, in the order in which they end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def waits(recorded: Recorded) -> list[Wait]:
     begun = {(s.rank, s.op): s.start for s in recorded.timeline.spans}
     found = []
     for rank, spans in sorted(by_rank.items()):
-        # A send ends when its buffer is freed, which nothing waits for.
+        # A send ends when its buffer is freed, and nothing waits for that.
         calls = [s for s in spans if s.op.kind != ops.SEND]
         beside = sorted(
             (s for s in calls if s.lane != ops.COMPUTE), key=lambda s: s.end
@@ -112,7 +112,7 @@ def _group(program: Program, span: Span) -> tuple[int, ...]:
 
 
 def shown_ranks(program: Program) -> str:
-    """A sentence on which rank stands for which; "" if each has its own list."""
+    """Says which ranks each shown rank represents; "" if each has its own list."""
     rows = [program.ranks(row) for row in range(len(program.rows))]
     if all(len(ranks) == 1 for ranks in rows):
         return ""
@@ -122,13 +122,13 @@ def shown_ranks(program: Program) -> str:
     more = len(rows) - len(stands)
     listed = ", ".join(stands) + f" and {more} more" * bool(more)
     return (
-        "One rank of each list of operations is shown. The others have the same list, for other"
+        "One rank is shown for each list of operations. The other ranks run the same list on other"
         f" data or other shards: {listed}."
     )
 
 
 def with_shown_ranks(picture: Picture, program: Program) -> Picture:
-    """The picture with that sentence among its notes."""
+    """The picture with the sentence of `shown_ranks` added to its notes."""
     shown = shown_ranks(program)
     return replace(picture, notes=(*picture.notes, *filter(None, [shown])))
 
@@ -141,7 +141,7 @@ def happened(
     lines = [_whole(picture, step)]
     if launched:
         lines.append(
-            "On a GPU these are times of the host: a wait ends when the next operation is launched."
+            "On a GPU, these are host times: a wait ends when the next operation is launched."
         )
     of_rank: dict[int, list[Wait]] = defaultdict(list)
     for wait in found:
@@ -200,7 +200,7 @@ def _of_rank(rank: int, busy: float, own: Sequence[Wait]) -> str:
         parts.append(f"{_ms(rest)} for other calls")
     if parts:
         words += f": {', '.join(parts)}"
-    return f"{words}. {_ms(between)} lie between its operations."
+    return f"{words}. Another {_ms(between)} passed between its operations."
 
 
 def _cause(wait: Wait) -> str:
@@ -256,7 +256,7 @@ def _spread(recorded: Recorded) -> str:
         if busy[most] - busy[least] > widest:
             widest = busy[most] - busy[least]
             words = (
-                f"Among ranks with the same operations, the computing differed most between rank {least}"
+                f"Among ranks with the same operations, compute time differed most between rank {least}"
                 f" ({_ms(busy[least])}) and rank {most} ({_ms(busy[most])})."
             )
     return words

@@ -395,8 +395,8 @@ def _memory(journal: _Journal) -> Section:
     )
     note = (
         "The largest number of bytes of each kind: what the checked program predicts, and what was"
-        " measured. Activations are not included. Buffers that wait for their next use, at most"
-        f" {_size(idle)} on a rank, are not predicted. The peak memory of"
+        " measured. Activations are not included, nor are idle buffers kept for reuse: at most"
+        f" {_size(idle)} on a rank. The peak memory of"
         f" one rank, including its process: {_size(most)}."
     )
     return Section("Memory", Html(paragraphs([note]) + table(head, rows)))

@@ -22,8 +22,8 @@ def merged_lora(
     a, b = ((WEIGHT, f"{path}lora.{each}.weight") for each in "ab")
     if a not in reader.tensors:
         return whole
-    # At least in float32: a product of two 16-bit factors has more digits than
-    # they have.
+    # In float32 or wider: the product of two 16-bit factors needs more digits than the
+    # factors have.
     wide = torch.promote_types(whole.dtype, torch.float32)
     up, down = (reader.whole(reader.tensors[each]).to(wide) for each in (b, a))
     merged = whole.to(wide) + shape.lora_alpha / shape.lora_r * (up @ down)
@@ -33,11 +33,11 @@ def merged_lora(
 def peft_lora(
     reader: TensorReader, shape: Shape, data: families.Family, dtype: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the configuration of an adapter of peft.
+    """The tensors and the configuration of an adapter in peft's format.
 
-    Where one linear layer of theirs packs several of ours, its adapter has the sum of
-    their ranks: the A factors are stacked, and the B factors form a block-diagonal
-    matrix.
+    A linear layer of a Hugging Face model may pack several of ours. The rank of its
+    adapter is then the sum of our ranks: the A factors are stacked, and the B factors
+    form a block-diagonal matrix.
     """
     tensors, ranks = dict[str, Tensor](), dict[str, int]()
 
@@ -68,12 +68,12 @@ def peft_lora(
         module, *every = (
             each.removesuffix(".weight") for each in (name, *packed)
         )
-        # Of the layers that theirs packs, only some may have adapters.
+        # Some of the packed layers may have no adapter.
         own = [each for each in every if each in names]
         rows = {
             each: linears[each.rpartition(".")[2]].shape[0] for each in every
         }
-        # Layers without an adapter have no columns, but their rows.
+        # A layer without an adapter adds rows but no columns.
         blocks = [
             factor(e, "b") if e in own else torch.zeros(rows[e], 0)
             for e in every
@@ -90,7 +90,7 @@ def peft_lora(
         ranks[re.sub(rf"{re.escape(data.layers)}\.[0-9]+\.", "", module)] = (
             len(own)
         )
-    # peft's exceptions from the usual rank: packed layers have the sum of
+    # Exceptions to the usual rank, in peft's format: packed layers have the sum of
     # ranks.
     more = {module: n for module, n in ranks.items() if n > 1}
     config: dict[str, Any] = {

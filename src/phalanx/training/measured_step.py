@@ -84,11 +84,11 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
     }
     # No operation gathers a resident unit: its weights are there from the start.
     stay = sum(u.bytes.weights - u.bytes.shared for u in units if u.resident)
-    # Both kinds at the same time; each may peak at a time of its own.
+    # The peak of both kinds together; alone, each may peak at another time.
     moving = replace(sizes, home=(), optimizer=())
     both = stay + peaks(part.program, moving)[row].total
     pool = part.local.pool
-    # A home inside of the whole weights is counted with the weights.
+    # A home shard inside the whole weights is already counted with the weights.
     shared = sum(u.bytes.shared for u in units)
     measured = {
         "weights": float(sum(u.home.nbytes + u.beside for u in units)),

@@ -139,13 +139,13 @@ class MuonUpdate(MatrixUpdate):
         alike: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for matrix in matrices:
             alike[tuple(matrix.elements.shape)].append(matrix.elements)
-        # Matrices of one shape in one batched product. In `exact` each by itself: the
-        # number that an owner has depends on the layout, and a product of several may
-        # round otherwise.
+        # Matrices of one shape share a batched product, except in `exact`: there the
+        # number of matrices on an owner depends on the layout, and the size of a batch
+        # may change rounding.
         batched = not isinstance(self.unit, ExactUnit)
         for (rows, columns), same in alike.items():
             for these in [same] if batched else [[each] for each in same]:
                 made = orthogonalized(torch.stack(these))
                 made *= self.muon.scale_of(rows, columns)
-                # Back into the whole weights, of which `these` are views.
+                # `these` are views of the whole weights, which receive the updates.
                 torch._foreach_copy_(these, list(made.unbind()))

@@ -104,10 +104,10 @@ def memory_limit(run: Run, world: World) -> float:
 def device_memory(
     run: Run, world: World, environment: Mapping[str, str]
 ) -> float:
-    """The bytes that a rank may use at most: the run's limit, or those of its device.
+    """The most bytes that a rank may use: the run's limit, or its share of the device.
 
-    Ranks on a CPU have equal shares of their host's memory. torchrun names their number;
-    other launchers do not, and then all ranks count as being on one host.
+    Ranks on a CPU have equal shares of their host's memory. torchrun gives the number
+    of ranks on a host. With other launchers, all ranks are assumed to share one host.
     """
     if run.memory:
         return run.memory * GIB

@@ -130,9 +130,9 @@ def counted_flops(
     """Count the FLOPs of a step of a built-in decoder, as torch counts the matmuls of
     its plain form.
 
-    Returns None for a frozen embedding that is also the head, whose matmuls the plain
-    form cannot omit, and for mixers in the place of attention, which it computes token
-    by token.
+    Returns None in two cases: for a frozen embedding that is also the head, because the
+    plain form cannot omit its matmuls, and for mixers other than attention, because the
+    plain form computes them token by token.
     """
     if others_than_usual(shape.mixers):
         return None

@@ -1,4 +1,4 @@
-"""The table of mixers in the place of attention: what `verify` knows of each.
+"""The table of reference implementations of mixers other than attention.
 
 Attention's own reference is in `plain.py`.
 """

@@ -456,7 +456,7 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
         return torch.full(
             size, float(model.shape is None or model.shape.norm != "rms1")
         )
-    # Without the blocks behind them, which predict later tokens.
+    # Blocks that predict later tokens are not counted.
     layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
     layers -= model.shape.predictors if model.shape else 0
     # into the residual stream
@@ -656,10 +656,10 @@ def _gap(ranked: Tensor, top_k: int) -> Tensor:
 
 @contextmanager
 def _logits_of(router: Router) -> Iterator[list[Tensor]]:
-    """Collect a router's logits, from which its losses are computed, too.
+    """Collect a router's logits, so that its losses are computed from them.
 
-    Logits of their own would give its input and its weight a second gradient, rounded
-    to 16 bits apart from the first.
+    Recomputed logits would give the router's input and weight a second gradient, which
+    would be rounded to 16 bits separately from the first.
     """
     own: Any = router
     plain, made = own.logits, list[Tensor]()
@@ -672,7 +672,7 @@ def _logits_of(router: Router) -> Iterator[list[Tensor]]:
     try:
         yield made
     finally:
-        del own.logits  # the method of its class is left
+        del own.logits  # restores the method of the class
 
 
 def _router_loss(shape: Shape, logits: Tensor, chosen: Tensor) -> Tensor:

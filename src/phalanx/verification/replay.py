@@ -141,8 +141,8 @@ def replay_differences(
         for key in bounds
         if key[1] in ("gradient", "update") and key[2] in vanishing
     }
-    # Adam divides a gradient by its size, so a last digit of one that is almost zero
-    # moves a weight by the whole rate.
+    # Adam divides a gradient by its size. If a gradient is almost zero, its last digit
+    # therefore moves a weight by the whole rate.
     if layout.tp * layout.cp * layout.ep > 1:
         bounds |= {
             key: max(bounds[key], wide.get(key, 0.0))

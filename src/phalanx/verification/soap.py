@@ -107,8 +107,8 @@ def _gram_schmidt(vectors: list[Tensor], count: int) -> Tensor:
     for vector in vectors:
         if len(basis) == count:
             break
-        # What rounding leaves of a dependent vector is smaller, in float32 too. A unit
-        # vector that is almost dependent may leave as little as 1e-4.
+        # A dependent vector leaves a rounding residue below this, in float32 too. A
+        # unit vector that is almost dependent may leave as little as 1e-4.
         least = 100 * torch.finfo(vector.dtype).eps * vector.norm()
         # Twice, so that rounding leaves no component along earlier vectors.
         for _ in range(2):

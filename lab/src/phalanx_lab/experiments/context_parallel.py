@@ -320,12 +320,12 @@ def ulysses(lab: Lab) -> None:
 
 
 def state_passing(lab: Lab) -> None:
-    """State passing: linear attention needs one matrix a head of all earlier tokens; it goes from rank
-    to rank, or every rank gathers how the others' tokens change it.
+    """State passing: linear attention keeps one matrix per head for all earlier tokens; ranks pass
+    it on, or gather how each rank's tokens change it.
 
-    The gated delta rule (Yang et al. 2024) keeps a state S for each head. A token with key k, value v,
-    decay a and strength b makes of it S = a (I - b k k') S + b k v', and reads S' q. The state has the
-    same size after a hundred tokens and after a million.
+    The gated delta rule (Yang et al. 2024) keeps a state S for each head. A token with key k, value
+    v, decay a and strength b updates it to a (I - b k k') S + b k v', and query q reads S' q. The
+    state has the same size after a hundred tokens and after a million.
     """
     n, rank, own = lab.n, lab.rank, lab.part("batch")
     lab.size.part("width", 0, HEADS)  # refuses what does not divide
@@ -369,10 +369,10 @@ def state_passing(lab: Lab) -> None:
     states = (rank < n - 1) + (rank > 0)
     lab.claim("it sent a state", lab.sent(), states * empty.nbytes)
 
-    # The second way has no chain. What a rank's tokens do to any state is S -> M S + N, with M and
-    # N from its own tokens alone: N is what they make of an empty state, M what they make of the
-    # identity without values. All ranks find theirs at once and gather them, and each combines
-    # those before it. That is what phalanx does.
+    # The second way has no chain. A rank's tokens turn any state S into M S + N, where M and N
+    # depend on these tokens alone. Starting from an empty state gives N. Starting from the
+    # identity, with all values zero, gives M. All ranks compute M and N at once and gather them,
+    # and each rank combines those of the ranks before it. phalanx does the same.
     lab.step("all ranks gather M and N", keys=mine[1])
     found = combined(lab, *change(mine, empty))
     lab.after(state=found)
@@ -380,9 +380,9 @@ def state_passing(lab: Lab) -> None:
     if rank == 0:
         count = own.stop - own.start
         lab.note(
-            f"In the chain the last rank has its reads after {n} x {count} tokens, one"
-            f" after the other. With the gather it has them after 3 x {count}: those of"
-            " M, of N, and the reads."
+            f"In the chain, the last rank finishes after {n} x {count} tokens, one after the"
+            f" other. With the gather it finishes after 3 x {count}: {count} each for M, for N"
+            " and for the reads."
         )
     compare_ways(lab, empty)
 

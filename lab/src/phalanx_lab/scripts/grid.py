@@ -15,7 +15,7 @@ tp = ranks // 2
 assert ranks == 2 * tp, "this mesh needs an even number of ranks"
 mesh = torch.arange(ranks).view(2, tp)
 
-# Every rank takes part in making every group, also of those that it is not in.
+# Every rank takes part in making every group, including groups that it is not in.
 tp_groups = [dist.new_group(row.tolist()) for row in mesh]
 dp_groups = [dist.new_group(column.tolist()) for column in mesh.T]
 my_dp = rank // tp

@@ -38,7 +38,7 @@ y = rows @ whole
 loss = y.square().mean()
 loss.backward()
 
-# The sum: over the shards inside the host, and then only of this rank's part across.
+# Sum over the shards inside the host first, then only this rank's part across hosts.
 part = torch.empty_like(shard)
 dist.reduce_scatter_tensor(part, whole.grad, group=inside[my_copy])
 dist.all_reduce(part, group=across[my_shard])

@@ -22,7 +22,7 @@ sent: list[tuple[dist.Work | None, Tensor]] = []
 
 
 def send(x: Tensor, to: int) -> None:
-    """Send without waiting: two neighbours that both wait would do so for ever."""
+    """Send without waiting: two neighbours that wait for each other would deadlock."""
     sent.append((dist.isend(x, dst=to), x))
 
 

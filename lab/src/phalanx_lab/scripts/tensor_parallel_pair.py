@@ -16,7 +16,7 @@ up = torch.randn(6, 2 * ranks, dtype=torch.float64)
 down = torch.randn(2 * ranks, 6, dtype=torch.float64)
 batch = torch.randn(5, 6, dtype=torch.float64)
 
-# Two columns of the first layer, and the two rows of the second that they meet.
+# Two columns of the first layer, and the two rows of the second that multiply them.
 first = 2 * rank
 mine = slice(first, first + 2)
 own_up = up[:, mine].clone().requires_grad_()
