@@ -247,10 +247,10 @@ def timed(data: Path, out: Path, rounds: int) -> None:
         print(f"round {turn}: phalanx and plain script: {text}", flush=True)
     for name in table[0]:
         ratios = sorted(row[name][0] / row[name][1] for row in table)
-        mean = statistics.median(ratios)
+        middle = statistics.median(ratios)
         print(
             f"{name} of a step on {DEVICE}, phalanx over plain, {rounds} rounds:"
-            f" median {mean:.3f}, range {ratios[0]:.3f} to {ratios[-1]:.3f}"
+            f" median {middle:.3f}, range {ratios[0]:.3f} to {ratios[-1]:.3f}"
         )
 
 

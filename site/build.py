@@ -224,7 +224,7 @@ def navigation(up: str = "") -> Html:
     links = {
         "index.html": "phalanx", "playground.html": "playground", "docs/index.html": "documentation",
         "lab.html": "lecture", "exercises.html": "exercises", "wall.html": "verification wall",
-        "docs/audited.html": "audited trainers", "docs/scored.html": "planner's board",
+        "docs/audited.html": "audited trainers", "docs/scored.html": "planner's errors",
     }  # fmt: skip
     items = [tag("a", name, href=f"{up}{to}") for to, name in links.items()]
     return tag(

@@ -502,10 +502,10 @@ def test_no_file_but_the_table_spells_a_schedule_a_dtype_or_a_backend() -> (
 TECHNIQUES = {
     "muon": (re.compile("muon", re.I), 3, 3),
     "soap": (re.compile("soap", re.I), 3, 3),
-    # The keys of Hugging Face for the widths of latents are none.
+    # `kv_lora_rank` and `q_lora_rank` of Hugging Face are no adapters.
     "lora": (re.compile("(?<!kv[_-])(?<!q[_-])lora", re.I), 6, 4),
     "fp8": (re.compile("fp8|float8|e4m3|e5m2", re.I), 6, 0),
-    # Many still, of which few are rows: they are to fall.
+    # Most of these files still have code for experts alone.
     "experts": (re.compile("expert|router", re.I), 80, 2),
     "delta": (re.compile("(?<![a-z])delta|Delta"), 7, 5),
     "mtp": (re.compile("mtp", re.I), 8, 2),

@@ -137,6 +137,19 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
     )
 
 
+@pytest.mark.parametrize("page", ["README.md", "lab/README.md"])
+def test_an_installation_names_every_package_that_is_needed(page: str) -> None:
+    text = (ROOT / page).read_text()
+    commands = re.findall(r"pip install ([^`#\n]*\./[^`#\n]*)", text)
+    assert commands
+    packages = {FOLDERS.get(name, name): name for name in PACKAGES}
+    for command in commands:
+        folders = re.findall(r"\./([\w-]+)|(?<=[ '])(\.)(?=[ \['])", command)
+        named = {packages[folder or dot] for folder, dot in folders}
+        for name in named:
+            assert {*PACKAGES[name][0]} <= named, command
+
+
 def test_the_readme_installs_folders_and_extras_that_exist() -> None:
     lines = re.findall(
         r"pip install ([^`]*\./[^`]*)`", (ROOT / "README.md").read_text()

@@ -75,6 +75,19 @@ def test_the_table_of_the_docs_is_that_of_the_runs() -> None:
             )
 
 
+def test_the_readme_has_the_range_of_the_families_errors() -> None:
+    table = (ROOT / "docs/scored.md").read_text()
+    held = re.findall(r"^\| \w+ \| \d+ \| ([\d.]+) % \|", table, re.M)
+    errors = sorted(map(float, held))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (families,) = re.findall(r"published runs come from (\d+) families", text)
+    (told,) = re.findall(
+        r"median error of a family is ([\d.]+) to ([\d.]+) %", text
+    )
+    assert int(families) == len(errors)
+    assert [*map(float, told)] == [errors[0], errors[-1]]
+
+
 UNSEEN = ROOT / "benchmarks/published/unseen.csv"
 
 

@@ -1,30 +1,47 @@
-"""Table of `docs/verified.md`: each seeded fault with the finding of `verify`.
-
-Arguments select the faults whose names contain all of these words. With `--exact`, the
-table of `docs/exact.md`: the findings of `verify --exact` in bfloat16.
+"""Tables of `docs/verified.md`: each seeded fault with the finding of `verify`, or of
+`verify --exact`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from . import FAULTS, catch
 from .exact import catch_exactly, table
 
 
-def main() -> int:
-    words = [
-        word
-        for argument in sys.argv[1:]
-        if not argument.startswith("--")
-        for word in argument.split()
-    ]
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m seeded",
+        description="Plant each seeded fault and print what `verify` finds, as the first table of"
+        " docs/verified.md. All faults take some minutes. The exit code is 1 if one is missed.",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        help="run only faults whose names contain all of these words",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--exact",
+        action="store_true",
+        help="print the findings of `verify --exact` in bfloat16",
+    )
+    form.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    words = " ".join(args.words).split()
     chosen = [
         fault for fault in FAULTS if all(word in fault.name for word in words)
     ]
-    if "--exact" in sys.argv[1:]:
+    if args.exact:
         found = [*map(catch_exactly, chosen)]
         print(table(found))
         return 0 if all(c.refused or c.first_difference for c in found) else 1
@@ -32,7 +49,7 @@ def main() -> int:
         catch(fault, dtype) for fault in chosen for dtype in fault.dtypes
     ]
     missed = [c for c in caught if not (c.caught and c.named)]
-    if "--json" in sys.argv[1:]:
+    if args.json:
         print(json.dumps({"faults": [asdict(c) for c in caught]}))
         return 1 if missed else 0
     print(
@@ -55,4 +72,5 @@ def main() -> int:
     return 1 if missed else 0
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())
