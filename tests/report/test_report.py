@@ -133,7 +133,7 @@ def test_the_page_says_what_the_journal_says(tmp_path: Path) -> None:
         "not finite",
         "steps = 12",
         "torch 2.13",
-        "groups along dp: 1 of 2",
+        "1 group of 2 ranks along dp, named by a letter",
         "makespan",
         # The first of two processes has no end.
         "<td>killed</td>",
