@@ -175,8 +175,12 @@ def test_of_many_ranks_the_busiest_and_those_that_waited_longest_are_told_of() -
     program = build(
         Layout.parse("dp10"), plain_pieces([range(1)]), StepOptions()
     )
-    spans = []
-    for rank in range(10):
+    # Rank 7 does nothing for nine seconds, but waits for no call.
+    spans = [
+        at(7, "compute", "0F0", 0.0, 1.0),
+        at(7, "compute", "0B0", 10.0, 10.5),
+    ]
+    for rank in (0, 1, 2, 3, 4, 5, 6, 8, 9):
         # Rank 9 computes longest, and each other one a second less.
         done = 1.0 + rank
         spans.append(at(rank, "compute", "0F0", 0.0, done))
