@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,19 +30,39 @@ def copied(
     return file
 
 
-def torchrun(file: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+def end(started: subprocess.Popen[str]) -> None:
+    """End torchrun with its ranks. Each rank has a session of its own, so torchrun must end them."""
+    started.terminate()
+    try:
+        started.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
+
+
+def torchrun(
+    file: Path, ranks: int, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
     words = [
         "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
     ]  # fmt: skip
     # In a folder of its own, and without the packages of this repository.
-    return subprocess.run(
+    started = subprocess.Popen(
         [sys.executable, "-m", *words, file.name],
         cwd=file.parent,
         env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
-        check=False,
+        start_new_session=True,
+    )
+    try:
+        out, err = started.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        end(started)
+        raise
+    return subprocess.CompletedProcess(
+        started.args, started.returncode, out, err
     )
 
 
@@ -108,3 +130,14 @@ def test_a_chapter_without_a_script_names_those_that_have_one() -> None:
         command.run([bare, "--script"])
     with pytest.raises(UsageError, match="name of one chapter"):
         command.run(["--script"])
+
+
+def test_options_that_a_script_does_not_read_are_refused(
+    tmp_path: Path,
+) -> None:
+    page = tmp_path / "lab.html"
+    words = ["zero-3", "--script", "--html", str(page), "--width", "8"]
+    with pytest.raises(UsageError, match=r"leave out --html, --width\."):
+        command.run(words)
+    # Numbers of the command line are compared as numbers.
+    assert command.run(["zero-3", "--script", "--ranks", "4"]) == 0

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import main
+from phalanx.cli.draw import run
+from phalanx.cli.usage import UsageError
 from phalanx.program import Program, check
 
 Capture = pytest.CaptureFixture[str]
@@ -198,6 +200,30 @@ def test_a_picture_is_drawn_for_a_phone(
     root = xml.parse(place).getroot()
     assert float(root.attrib["width"]) <= 400
     assert "font: 11px" in place.read_text()
+
+
+@pytest.mark.parametrize("width", ["24", "80"])
+@pytest.mark.parametrize(
+    "what", [["1f1b", "--stages", "4"], ["mesh", "dp4"]], ids=" ".join
+)
+def test_a_picture_that_is_too_narrow_for_its_names_is_drawn_wider(
+    tmp_path: Path, what: list[str], width: str
+) -> None:
+    place = tmp_path / "narrow.svg"
+    assert main(["draw", *what, "--width", width, "--out", str(place)]) == 0
+    root = xml.parse(place).getroot()
+    wide = float(root.attrib["width"])
+    assert 80 < wide < 320
+    space = "{http://www.w3.org/2000/svg}"
+    for bar in root.iter(f"{space}rect"):
+        assert float(bar.attrib["x"]) + float(bar.attrib["width"]) <= wide
+
+
+def test_a_page_refuses_a_width(tmp_path: Path) -> None:
+    place = tmp_path / "step.html"
+    with pytest.raises(UsageError, match=r"--width is for text and \.svg"):
+        run(["1f1b", "--width", "300", "--out", str(place)])
+    assert not place.exists()
 
 
 def test_somebodys_own_schedule_is_drawn_from_its_file(

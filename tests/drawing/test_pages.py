@@ -266,7 +266,7 @@ def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(
     assert names == [
         "rank 0, predicted", "rank 0, measured", "rank 1, predicted", "rank 1, measured"
     ]  # fmt: skip
-    assert "A rank may use 8 B, of which this is" in dom
+    assert "of the 8 B that a rank may use" in dom
 
 
 @needs_chromium

@@ -24,6 +24,7 @@ from phalanx.drawing import (
 from phalanx.layout import Layout, Shape, plain_pieces, staged_pieces
 from phalanx.parallel import build_model
 from phalanx.program import (
+    KINDS,
     Op,
     Recorded,
     Span,
@@ -145,12 +146,13 @@ def test_memory_has_an_axis_in_bytes_and_the_limit_of_the_device() -> None:
     (area,) = (e for e, _ in tips(drawn, "polygon"))
     floor = max(y for _, y in corners(area))
     assert floor - float(limit.get("y1", 0)) == pytest.approx(96, abs=0.1)
-    assert "A rank may use 8 MB, of which this is 50 %, the dashed" in drawn
+    assert "The fullest rank holds 4 MB, 50 % of the 8 MB" in drawn
+    assert "that a rank may use (the dashed line)." in drawn
     # A limit of 80 GB would leave no height to what is held.
     far = memory_svg(Picture("", near.timeline, limit=80e9), 860)
     assert list(axis_of(far)) == ["0 B", "1 MB", "2 MB", "3 MB", "4 MB"]
     assert 'class="limit"' not in far
-    assert "A rank may use 80 GB, of which this is 0.005 %." in far
+    assert "0.005 % of the 80 GB that a rank may use." in far
 
 
 def test_kinds_of_a_step_differ_in_letters_and_texture_not_in_colour_alone() -> (
@@ -180,6 +182,25 @@ def test_kinds_of_a_step_differ_in_letters_and_texture_not_in_colour_alone() -> 
             looks[tip.partition(": ")[2].rpartition(", ")[0]] = look
     assert len(looks) == 4
     assert len(set(looks.values())) == 4
+
+
+def test_all_kinds_of_one_colour_have_a_texture_of_their_own() -> None:
+    spans = [
+        Span(0, "compute", Op(kind), float(n), n + 1.0)
+        for n, kind in enumerate(KINDS)
+        if kind != "<"  # the other end of a message
+    ]
+    tree = xml.fromstring(
+        breakdown_svg(Picture("", Timeline(tuple(spans))), 4e3)
+    )
+    looks = set()
+    for element, following in pairwise(tree):
+        if element.get("class") == "op":
+            # The moves of the path's stripes, without their places.
+            path = following.get("d", "")
+            stripes = tuple(re.findall(r"[vh]", path))
+            looks.add((element.get("fill"), stripes))
+    assert len(looks) == len(spans)
 
 
 def test_a_message_lasts_from_its_sending_until_it_is_received() -> None:

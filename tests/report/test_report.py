@@ -133,7 +133,7 @@ def test_the_page_says_what_the_journal_says(tmp_path: Path) -> None:
         "not finite",
         "steps = 12",
         "torch 2.13",
-        "groups along dp: 1 of 2",
+        "1 group of 2 ranks along dp, named by a letter",
         "makespan",
         # The first of two processes has no end.
         "<td>killed</td>",
@@ -210,6 +210,22 @@ def test_a_record_that_is_not_as_it_should_be_spoils_nothing(
     assert "<img" not in page
     assert page.endswith("</html>\n")
     assert page.encode()  # a file can hold it
+
+
+def test_one_rank_is_counted_in_the_singular_and_unknown_buffers_are_left_out(
+    tmp_path: Path,
+) -> None:
+    records = journal()
+    for record in records:
+        if record["event"] == "start":
+            record["ranks"] = 1
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    page = report(tmp_path)
+    assert "on 1 rank<" in page
+    assert "1 ranks" not in page
+    # The journal does not say how large its idle buffers were.
+    assert "Activations are not included. The peak memory" in page
 
 
 def test_a_folder_without_a_run_is_refused_with_the_way_out(

@@ -22,6 +22,9 @@ from phalanx.layout.choices import GLOO, THREADS
 from . import exercise_command
 from .catalogue import NAMES, Size, experiment, listing, scripted
 
+# Options that a printed script does not read.
+_OF_A_RUN = ("html", "ranks", "backend", "batch", "width", "layers", "steps")
+
 
 def run(argv: list[str]) -> int:
     if argv[:1] == ["exercise"]:
@@ -57,6 +60,15 @@ def run(argv: list[str]) -> int:
     )
     args = parser.read(argv)
     if args.script:
+        unused = [
+            f"--{name}"
+            for name in _OF_A_RUN
+            if getattr(args, name) != parser.get_default(name)
+        ]
+        if unused:
+            raise UsageError(
+                f"--script prints a file and runs nothing; leave out {', '.join(unused)}."
+            )
         return _print_script(args)
     if not args.names:
         if args.html:

@@ -262,7 +262,7 @@ def lab_page(trials: Sequence[LabTrial]) -> str:
     ]
     if strategies:
         sections.append(_summary(strategies, _ways(names, "strategies")))
-    listed = tag("div", contents, cls="fold", id="contents")
+    listed = tag("div", contents, cls="wrap", id="contents")
     return frame("phalanx lab", words, listed, model, *sections)
 
 

@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
     # A page and a trace also show memory over time.
     memory = bool(args.out) and args.out.endswith((".html", ".json"))
     picture = step.picture(args.repeat, memory=memory)
-    formats = {**_formats(args.width), ".txt": lambda _: str(step.program)}
+    formats = {**_formats(args), ".txt": lambda _: str(step.program)}
     if args.out:
         write(args.out, formats, picture)
     _show(
@@ -107,7 +107,7 @@ def _priced(args: argparse.Namespace, what: str | Run, terms: Any) -> int:
     picture = draw(what, args.model or "", **terms)
     assert isinstance(picture, Picture)
     if args.out:
-        write(args.out, _formats(args.width), picture)
+        write(args.out, _formats(args), picture)
     _show(args, picture, {"title": picture.title, **_times(picture.timeline)})
     return 0
 
@@ -191,14 +191,19 @@ def _parser() -> Parser:
 def _add_picture(parser: Parser, suffixes: Sequence[str], help: str) -> None:
     parser.add(
         "--width",
-        help="width in columns (.svg: in pixels); default: what fits",
+        help="width in columns of text, or pixels of an .svg; default: what fits",
     )
     parser.add_output("--out", *suffixes, help=help)
 
 
-def _formats(width: int | None) -> dict[str, Callable[[Picture], str]]:
-    """File formats by suffix; `width` is that of an SVG, in pixels."""
-    return {**FORMATS, ".svg": lambda picture: svg(picture, width or 0)}
+def _formats(args: argparse.Namespace) -> dict[str, Callable[[Picture], str]]:
+    """File formats by suffix; an SVG alone has the width that was given."""
+    width = args.width or 0
+    if width and args.out and not args.out.endswith(".svg"):
+        raise UsageError(
+            f"--width is for text and .svg; {args.out} has no width of its own."
+        )
+    return {**FORMATS, ".svg": lambda picture: svg(picture, width)}
 
 
 def _show(
@@ -263,18 +268,18 @@ def _recorded(argv: list[str]) -> int:
       phalanx draw run step.json
       phalanx draw run step.json --out step.html
     """
+    from ..report.happened import with_shown_ranks
+
     parser = Parser(_recorded.__doc__)
     parser.add("file", metavar="FILE", help="the recorded step")
     _add_picture(parser, tuple(FORMATS), ".svg, .html or .json (a trace)")
     args = parser.read(argv)
     recorded = Recorded.parse(read(args.file, "recorded step"))
     predicted, measured = recorded.predicted(), recorded.measured()
-    from ..report.happened import with_shown_ranks
-
     # The prediction has the median costs of this very step.
     picture = with_shown_ranks(recorded_picture(recorded), recorded.program)
     if args.out:
-        write(args.out, _formats(args.width), picture)
+        write(args.out, _formats(args), picture)
     both = {"predicted": _times(predicted), "measured": _times(measured)}
     _show(args, picture, {**both, "program": str(recorded.program)})
     return 0

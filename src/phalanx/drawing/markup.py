@@ -3,7 +3,7 @@
 Every page and picture of phalanx is made of these; no other file writes a tag.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -178,9 +178,18 @@ def line(
 
 
 # Stripes by which fills of one colour differ.
-PLAIN, UPRIGHT, FLAT, CROSSED = "", "upright", "flat", "crossed"
-TEXTURES = (PLAIN, UPRIGHT, FLAT, CROSSED)
-_STRIPES = 4.0  # pixels between two stripes
+PLAIN = ""
+# Pixels between two upright stripes, and between two flat ones; 0: no such stripes.
+_APART = {
+    PLAIN: (0, 0),
+    "upright": (4, 0),
+    "flat": (0, 4),
+    "crossed": (4, 4),
+    "sparse upright": (8, 0),
+    "sparse flat": (0, 8),
+    "sparse crossed": (8, 8),
+}
+TEXTURES = tuple(_APART)
 
 
 def stripes(
@@ -191,24 +200,26 @@ def stripes(
     texture: str,
     ink: str,
 ) -> Html:
-    """The stripes of a rectangle; "" if it is plain or narrower than two stripes.
+    """The stripes of a rectangle; "" if it is plain or too small for a stripe.
 
     They are lines of a path: a page must not use `url(#...)`, which patterns need.
     """
-    columns = range(1, int(width / _STRIPES) + 1)
-    rows = range(1, int(height / _STRIPES) + 1)
-    across = (
-        f"M{x + n * _STRIPES - 1:.1f} {y:.1f}v{height:.1f}" for n in columns
-    )
-    down = (f"M{x:.1f} {y + n * _STRIPES - 1:.1f}h{width:.1f}" for n in rows)
+    across, down = _APART[texture]
     parts = list[str]()
-    if texture in (UPRIGHT, CROSSED):
-        parts += across
-    if texture in (FLAT, CROSSED):
-        parts += down
+    for left in _stripes_within(width, across):
+        parts.append(f"M{x + left:.1f} {y:.1f}v{height:.1f}")
+    for top in _stripes_within(height, down):
+        parts.append(f"M{x:.1f} {y + top:.1f}h{width:.1f}")
     if not parts:
         return Html("")
     return tag("path", d="".join(parts), cls="stripes", stroke=ink)
+
+
+def _stripes_within(length: float, apart: int) -> Iterator[int]:
+    """The places of stripes along a side; none if `apart` is 0."""
+    count = int(length / apart) if apart else 0
+    for n in range(1, count + 1):
+        yield n * apart - 1
 
 
 class KeyEntry(NamedTuple):

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from string import ascii_lowercase
@@ -270,8 +270,7 @@ def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
         groups = picture.mesh.groups([axis])
         # The number of each rank's group, which gives its colour and letter.
         of = {rank: g for g, group in enumerate(groups) for rank in group}
-        title = f"groups along {axis}: {len(groups)} of {len(groups[0])}; letters name them"
-        grids.append((title, of))
+        grids.append((_groups_title(axis, groups), of))
     body: list[Html] = []
     y, width = 44.0, min(420.0, most - 20)
     for title, group_of in grids:
@@ -281,6 +280,13 @@ def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
         y, width = bottom + 14, max(width, right)
     notes = list(_explained(picture)) if picture.weight else []
     return document(picture.title, width + 20, y + 12, body, notes)
+
+
+def _groups_title(axis: str, groups: Sequence[Sequence[int]]) -> str:
+    ranks = f"{len(groups[0])} ranks along {axis}"
+    if len(groups) == 1:
+        return f"1 group of {ranks}, named by a letter"
+    return f"{len(groups)} groups of {ranks}, named by letters"
 
 
 def _panels(

@@ -36,7 +36,7 @@ if (charts.length) {
   const heading = document.createElement("h2");
   heading.textContent = `What each rank holds, in ${data.unit}`;
   const about = document.createElement("p");
-  about.textContent = `${data.limit_words} The kinds are stacked in the order of the legend.`.trim();
+  about.textContent = `${data.most_words} The kinds are stacked in the order of the legend, the first at the bottom.`;
   const legend = document.createElement("div");
   legend.className = "legend";
   for (const [i, kind] of kinds.entries()) {

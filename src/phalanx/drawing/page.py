@@ -158,7 +158,7 @@ def _data(picture: Picture) -> dict[str, object]:
         name: getattr(picture, name)
         for name in ("start", "end", "clock", "unit")
     }
-    own |= {"limit": picture.limit_shown, "limit_words": picture.limit_words}
+    own |= {"limit": picture.limit_shown, "most_words": picture.most_words}
     return own | {
         "names": names,
         "tracks": tracks,

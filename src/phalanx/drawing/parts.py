@@ -150,8 +150,8 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
         picture.end,
         clock=picture.clock,
         notes=[
-            f"The fullest rank holds {picture.amount(most)}. {picture.limit_words}".strip(),
-            "The kinds are stacked in the order of the legend.",
+            picture.most_words,
+            "The kinds are stacked in the order of the legend, the first at the bottom.",
         ],
         colours=[KeyEntry(fill, kind) for kind, fill in fills.items()],
         width=width,

@@ -146,13 +146,18 @@ class Picture:
         return self.limit if self.limit <= _WITHIN * self.most else 0.0
 
     @property
-    def limit_words(self) -> str:
-        """The limit of memory in a sentence; "" if unknown."""
+    def most_words(self) -> str:
+        """The memory of the fullest rank in a sentence, with the limit if known."""
+        words = f"The fullest rank holds {self.amount(self.most)}"
         if not self.limit:
-            return ""
+            return f"{words}."
         share = f"{100 * self.most / self.limit:.3g} %"
-        words = f"A rank may use {self.amount(self.limit)}, of which this is {share}"
-        return f"{words}{', the dashed line' * bool(self.limit_shown)}."
+        words += (
+            f", {share} of the {self.amount(self.limit)} that a rank may use"
+        )
+        return (
+            f"{words} (the dashed line)." if self.limit_shown else f"{words}."
+        )
 
     @cached_property
     def tracks(self) -> tuple[Track, ...]:

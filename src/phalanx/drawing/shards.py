@@ -95,7 +95,7 @@ def shards_svg(slices: Sequence[Slice], width: float = WIDE) -> Html:
     title = "which part of each weight is on which rank"
     notes = [
         "A column is a rank, a cell the whole weight: its rows from top to bottom. Weights of several"
-        " layers share a row, * is the layer."
+        " layers share a row; * stands for the number of the layer."
     ]
     return document(title, width, y + 24, body + below, notes)
 

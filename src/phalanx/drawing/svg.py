@@ -23,6 +23,7 @@ from .picture import LEGEND, PAINTS, Picture, Track
 from .words import number, ticks
 
 _ROW, _LANE, _GAP, _PAD, _TOP = 26, 17, 4, 20, 62
+_LEAST = 100.0  # pixels of the axis of time, however narrow the page
 
 
 class Bar(NamedTuple):
@@ -100,10 +101,11 @@ def gantt(
 ) -> Html:
     """One SVG document with rows over an axis of time, and a legend of `colours`.
 
-    It is `width` pixels wide, or as wide as `scale` pixels per unit of time require.
+    It is `width` pixels wide, or as wide as `scale` pixels per unit of time require. It is
+    wider than `width` if the names of the rows leave too little room.
     """
     margin = _PAD + max([40.0, *(_label_width(row) for row in rows)])
-    room = width - margin - _PAD if width else 700.0
+    room = max(width - margin - _PAD, _LEAST) if width else 700.0
     at = _TimeScale(margin, scale or room / ((end - start) or 1), start, end)
     floor, body, axis = float(_TOP), list[Html](), list[Html]()
     for i, row in enumerate(rows):
@@ -117,7 +119,7 @@ def gantt(
         axis.append(
             label(at.x(time), _TOP - 12, f"{number(time)}{clock}", "soft mid")
         )
-    width = width or max(at.x(end) + _PAD, 480.0)
+    width = max(at.x(end) + _PAD, width or 480.0)
     below, floor = key(colours, floor + 26, width) if colours else ([], floor)
     return document(
         title,

@@ -108,16 +108,17 @@ class Recorded:
     def measured(
         self, sizes: Sizes | None = None, *, every: bool = False
     ) -> Timeline:
-        """The measured timeline, from time 0, of the ranks that a simulation shows.
+        """The measured timeline of the ranks that a simulation shows.
 
-        With `every`, it shows all ranks. A message lasts from its send to its receipt.
+        With `every`, it shows all ranks. Time 0 is the start of the whole step: its first
+        call on any rank. A message lasts from its send to its receipt.
         The recorded calls last longer: the sender often completes its call at the end
         of the step, and the receiver posts its call long before the send.
         """
         rows = range(len(self.program.rows))
         shown = {self.program.owner.index(row) for row in rows}
         spans = [s for s in self._spans if every or s.rank in shown]
-        zero = min(s.start for s in spans)
+        zero = self.timeline.start
         timed = []
         for span in spans:
             start = span.start - zero

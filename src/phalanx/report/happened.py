@@ -19,6 +19,7 @@ from ..program import KINDS, Op, Program, Recorded, Span, ops
 from ..program.graph import group_axes
 
 _RANKS = 8  # ranks with a sentence of their own
+_LEAST = 1e-6  # seconds between operations that are worth a sentence
 _CAUSES = 3  # causes in a sentence
 _KINDS = 3  # kinds of operations whose difference is named
 
@@ -53,13 +54,18 @@ def waits(recorded: Recorded) -> list[Wait]:
     for rank, spans in sorted(by_rank.items()):
         # A send ends when its buffer is freed, and nothing waits for that.
         calls = [s for s in spans if s.op.kind != ops.SEND]
+        if not calls:
+            continue
         beside = sorted(
             (s for s in calls if s.lane != ops.COMPUTE), key=lambda s: s.end
         )
-        for start, end in _gaps(recorded, rank, spans):
+        ended = 0  # calls that ended before this place in the step
+        for start, end in _gaps(recorded, rank, calls):
             at = start
-            for span in beside:
-                if at < span.end <= end:
+            while ended < len(beside) and beside[ended].end <= end:
+                span = beside[ended]
+                ended += 1
+                if span.end > at:
                     late = _late(recorded, span, begun, at)
                     found.append(Wait(rank, at, span.end, span.op, late))
                     at = span.end
@@ -69,11 +75,11 @@ def waits(recorded: Recorded) -> list[Wait]:
 
 
 def _gaps(
-    recorded: Recorded, rank: int, spans: Sequence[Span]
+    recorded: Recorded, rank: int, calls: Sequence[Span]
 ) -> Iterator[tuple[float, float]]:
     """The times without computing, from the step's start to the rank's last call."""
     first = recorded.timeline.start
-    last = max(s.end for s in spans if s.op.kind != ops.SEND)
+    last = max(s.end for s in calls)
     work = [(s.start, s.end) for s in recorded.timeline.computing[rank]]
     edges = [(first, first), *sorted(work), (last, last)]
     for (_, end), (start, _) in pairwise(edges):
@@ -114,16 +120,17 @@ def _group(program: Program, span: Span) -> tuple[int, ...]:
 def shown_ranks(program: Program) -> str:
     """Says which ranks each shown rank represents; "" if each has its own list."""
     rows = [program.ranks(row) for row in range(len(program.rows))]
-    if all(len(ranks) == 1 for ranks in rows):
+    shared = [ranks for ranks in rows if len(ranks) > 1]
+    if not shared:
         return ""
     stands = [
-        f"rank {ranks[0]} for {ranks_text(ranks)}" for ranks in rows[:_RANKS]
+        f"rank {ranks[0]} for {ranks_text(ranks)}" for ranks in shared[:_RANKS]
     ]
-    more = len(rows) - len(stands)
-    listed = ", ".join(stands) + f" and {more} more" * bool(more)
+    if more := len(shared) - len(stands):
+        stands.append(f"and {more} more")
     return (
         "One rank is shown for each list of operations. The other ranks run the same list on other"
-        f" data or other shards: {listed}."
+        f" data or other shards: {'; '.join(stands)}."
     )
 
 
@@ -134,11 +141,22 @@ def with_shown_ranks(picture: Picture, program: Program) -> Picture:
 
 
 def happened(
-    recorded: Recorded, picture: Picture, step: int, launched: bool
+    recorded: Recorded,
+    picture: Picture,
+    step: int,
+    *,
+    launched: bool,
+    planned: bool,
 ) -> list[str]:
-    """The step in sentences; `picture` has its predicted and measured timelines."""
+    """The step in sentences; `picture` has its predicted and measured timelines.
+
+    `launched`: times are those of launches on a GPU. `planned`: the prediction is a
+    plan's. Otherwise it comes from this very step, and the sentences leave it out.
+    """
     found = waits(recorded)
-    lines = [_whole(picture, step)]
+    took = recorded.measured(every=True).makespan
+    predicted = picture.timeline.makespan if planned else 0.0
+    lines = [_whole(step, 1e3 * took, predicted)]
     if launched:
         lines.append(
             "On a GPU, these are host times: a wait ends when the next operation is launched."
@@ -146,50 +164,65 @@ def happened(
     of_rank: dict[int, list[Wait]] = defaultdict(list)
     for wait in found:
         of_rank[wait.rank].append(wait)
-    most_first = sorted(
-        of_rank, key=lambda rank: -sum(w.seconds for w in of_rank[rank])
-    )
     timeline = recorded.timeline
-    lines += (
-        _of_rank(rank, timeline.busy(rank), of_rank[rank])
-        for rank in sorted(most_first[:_RANKS])
+    # A rank that only sends has nothing to tell.
+    busy = {
+        rank: timeline.busy(rank)
+        for rank in timeline.ranks
+        if rank in of_rank or timeline.computing[rank]
+    }
+    if not busy:
+        return lines
+    busiest = max(busy, key=busy.__getitem__)
+    others = sorted(
+        (rank for rank in busy if rank != busiest),
+        key=lambda rank: -_waited(of_rank[rank]),
     )
-    left = len(most_first) - _RANKS
-    if left > 0:
-        lines.append(f"The other {left} ranks waited less.")
+    named = [busiest, *others[: _RANKS - 1]]
+    lines += (
+        _of_rank(rank, busy[rank], of_rank[rank]) for rank in sorted(named)
+    )
+    if len(busy) > len(named):
+        lines.append(
+            f"These are {len(named)} of {len(busy)} ranks: rank {busiest}, which computed longest,"
+            f" and the {len(named) - 1} others that waited longest."
+        )
     called = [wait for wait in found if wait.op]
     if called:
         longest = max(called, key=lambda wait: wait.seconds)
         lines.append(_longest(longest, timeline.start))
-    if picture.other:
+    if planned:
         lines.append(_differences(picture))
     if spread := _spread(recorded):
         lines.append(spread)
     return [line for line in lines if line]
 
 
-def _whole(picture: Picture, step: int) -> str:
-    first, last = picture.timelines[0], picture.timelines[-1]
-    if first is last or not first.makespan:
-        return f"Step {step} took {number(last.makespan)}{picture.clock}."
-    more = 100 * (last.makespan / first.makespan - 1)
-    side = "longer" if more >= 0 else "shorter"
-    return (
-        f"Step {step} took {number(last.makespan)}{picture.clock}, {abs(more):.0f} % {side} than the"
-        f" predicted {number(first.makespan)}{picture.clock}."
-    )
+def _whole(step: int, took: float, predicted: float) -> str:
+    """The time of all ranks in ms, beside the predicted time unless that is 0."""
+    words = f"Step {step} took {number(took)} ms"
+    if not predicted:
+        return f"{words}."
+    more = 100 * (took / predicted - 1)
+    if abs(more) < 0.5:
+        return f"{words}, as predicted ({number(predicted)} ms)."
+    side = "longer" if more > 0 else "shorter"
+    return f"{words}, {abs(more):.0f} % {side} than the predicted {number(predicted)} ms."
+
+
+def _waited(own: Sequence[Wait]) -> float:
+    """The time that a rank waited for calls."""
+    return sum(wait.seconds for wait in own if wait.op)
 
 
 def _of_rank(rank: int, busy: float, own: Sequence[Wait]) -> str:
     """One rank's sentence: its computing, its waiting, and what it waited for."""
     by_cause: dict[str, float] = defaultdict(float)
-    between = 0.0
     for wait in own:
         if wait.op:
             by_cause[_cause(wait)] += wait.seconds
-        else:
-            between += wait.seconds
-    waited = sum(by_cause.values())
+    waited = _waited(own)
+    between = sum(wait.seconds for wait in own if not wait.op)
     words = (
         f"Rank {rank} computed for {_ms(busy)} and waited for {_ms(waited)}"
     )
@@ -200,7 +233,9 @@ def _of_rank(rank: int, busy: float, own: Sequence[Wait]) -> str:
         parts.append(f"{_ms(rest)} for other calls")
     if parts:
         words += f": {', '.join(parts)}"
-    return f"{words}. Another {_ms(between)} passed between its operations."
+    if between < _LEAST:
+        return f"{words}."
+    return f"{words}. Between operations it spent {_ms(between)} on neither."
 
 
 def _cause(wait: Wait) -> str:
@@ -208,8 +243,9 @@ def _cause(wait: Wait) -> str:
     assert wait.op
     if wait.op.of:
         value = "activations" if wait.op.of == ops.FORWARD else "gradients"
-        return f"for {value} from rank {wait.late}"
-    words = f"in {KINDS[wait.op.kind].name}"
+        sender = f" from rank {wait.late}" if wait.late >= 0 else ""
+        return f"for {value}{sender}"
+    words = f'in "{KINDS[wait.op.kind].name}"'
     return (
         f"{words} (rank {wait.late} began last)" if wait.late >= 0 else words
     )
@@ -231,7 +267,7 @@ def _differences(picture: Picture) -> str:
     ordered = sorted(picture.times, key=lambda row: -abs(row[2] - row[1]))
     clock = picture.clock
     parts = [
-        f"{name} {number(second)}{clock} (predicted {number(first)}{clock})"
+        f'"{name}" {number(second)}{clock} (predicted {number(first)}{clock})'
         for name, first, second in ordered[:_KINDS]
     ]
     return (

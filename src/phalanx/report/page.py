@@ -257,10 +257,11 @@ def _summary(journal: _Journal) -> Html:
     # The journal's last record tells how the run ended.
     ended = words.get(journal.records[-1]["event"], "not ended")
     at = number(steps[-1], "step") if steps else number(last, "step")
+    ranks = _counted(last.get("ranks"), "rank")
     lines = [
         f"{name}, {parameters:,.0f} parameters, on {last.get('data')}; step {at:.0f} of"
         f" {last.get('steps')}, {ended}",
-        f"{_counted(len(journal.starts), 'start')}; the last as {_layout(last)} on {last.get('ranks')} ranks",
+        f"{_counted(len(journal.starts), 'start')}; the last as {_layout(last)} on {ranks}",
     ]
     if steps:
         # The median, because a step with a save or a validation takes longer.
@@ -278,7 +279,7 @@ def _summary(journal: _Journal) -> Html:
     return paragraphs(lines)
 
 
-def _counted(count: int, noun: str) -> str:
+def _counted(count: object, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
@@ -395,9 +396,12 @@ def _memory(journal: _Journal) -> Section:
     )
     note = (
         "The largest number of bytes of each kind: what the checked program predicts, and what was"
-        " measured. Activations are not included, nor are idle buffers kept for reuse: at most"
-        f" {_size(idle)} on a rank. The peak memory of"
-        f" one rank, including its process: {_size(most)}."
+        " measured. Activations are not included."
+    )
+    if math.isfinite(idle):
+        note += f" Nor are idle buffers kept for reuse: at most {_size(idle)} on a rank."
+    note += (
+        f" The peak memory of one rank, including its process: {_size(most)}."
     )
     return Section("Memory", Html(paragraphs([note]) + table(head, rows)))
 
@@ -448,17 +452,17 @@ def _event(
     return after, event, record.get("step", ""), details
 
 
-# The values of an event that are shown, with the words around them.
+# The values of an event that are shown, with the words around them; {s} is the plural.
 _DETAILS = {
     "layout": "{}",
-    "ranks": "{} ranks",
+    "ranks": "{} rank{s}",
     "why": "{}",
     "text": "{}",
     "path": "in {}",
     "error": "error: {}",
     "loss": "loss {}",
     "bits_per_byte": "{} bits per byte",
-    "graphs": "{} graphs",
+    "graphs": "{} graph{s}",
 }
 
 
@@ -468,7 +472,7 @@ def _details(record: Record) -> str:
         value = record.get(name)
         if value not in (None, ""):
             text = f"{value:.4f}" if isinstance(value, float) else str(value)
-            parts.append(words.format(text))
+            parts.append(words.format(text, s="" if value == 1 else "s"))
     return ", ".join(parts)
 
 

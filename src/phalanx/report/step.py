@@ -213,7 +213,9 @@ def step_extras(
     picture = replace(picture, limit=step.memory if step else 0.0)
     device = step.device if step else ""
     launched = device not in ("", "CPU")
-    told = happened(recorded, picture, number, launched)
+    told = happened(
+        recorded, picture, number, launched=launched, planned=bool(compared)
+    )
     shards = Section("Shards", name="shards", draw=partial(shards_svg, slices))
     return Extras(
         picture,
