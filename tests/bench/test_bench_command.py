@@ -14,7 +14,9 @@ from phalanx.layout.numbers import NumberError
 from phalanx.planner import Machine, MachineError
 
 Capture = pytest.CaptureFixture[str]
-RECORDED = Path(__file__).parent.parent / "planner" / "recordings" / "4xpcie.txt"
+RECORDED = (
+    Path(__file__).parent.parent / "planner" / "recordings" / "4xpcie.txt"
+)
 
 
 def said(capsys: Capture, run: object, words: str) -> str:
