@@ -86,13 +86,33 @@ def test_kernels_are_tried_before_they_are_used(
 class WrongKernels:
     """Kernels with a mistake: a gate of the wrong input."""
 
-    def rotated(self, x: Tensor, *angles: Tensor, **order: bool) -> Tensor:
-        cos, sin = angles
-        y = x.float() * cos + x.float().roll(x.shape[-1] // 2, -1) * sin
-        return y.to(x.dtype)
+    def rotated(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        neighbours: bool,
+        forward: bool,
+    ) -> Tensor:
+        pairs = "neighbours" if neighbours else "halves"
+        wide = x.float().requires_grad_()
+        with torch.enable_grad():
+            y = rotate(wide, cos, sin, pairs)
+        if not forward:
+            (y,) = torch.autograd.grad(y, wide, x.float())
+        return y.detach().to(x.dtype)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(up) * gate
+
+    def gate_gradients(
+        self, gate: Tensor, up: Tensor, gradient: Tensor
+    ) -> tuple[Tensor, ...]:
+        own = [x.float().requires_grad_() for x in (gate, up)]
+        with torch.enable_grad():
+            y = F.silu(own[0]) * own[1]
+        return torch.autograd.grad(y, own, gradient.float())
 
 
 class FailingKernels(WrongKernels):
@@ -105,12 +125,32 @@ class RightKernels(WrongKernels):
         return F.silu(gate) * up
 
 
+class FailingGradients(RightKernels):
+    def gate_gradients(self, *factors: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("no kernel of a backward")
+
+
+class NeverBack(RightKernels):
+    """Kernels that rotate a gradient forward."""
+
+    def rotated(self, *tensors: Tensor, **order: bool) -> Tensor:
+        return super().rotated(*tensors, **{**order, "forward": True})
+
+
+class NeverNeighbours(RightKernels):
+    def rotated(self, *tensors: Tensor, **order: bool) -> Tensor:
+        return super().rotated(*tensors, **{**order, "neighbours": False})
+
+
 @pytest.mark.parametrize(
     "kernels, reason",
     [
         (RightKernels(), ""),
         (WrongKernels(), "not close"),
         (FailingKernels(), "no compiler for this device"),
+        (FailingGradients(), "no kernel of a backward"),
+        (NeverBack(), "not close"),
+        (NeverNeighbours(), "not close"),
     ],
 )
 def test_kernels_that_fail_or_differ_are_left_out_with_a_warning(
@@ -127,6 +167,8 @@ def test_kernels_that_fail_or_differ_are_left_out_with_a_warning(
     assert reason in caplog.text
     assert "more" not in caplog.text
     assert bool(caplog.text) == bool(reason)
+    # A rank with kernels would have other bits.
+    assert ("rounds otherwise than ranks" in caplog.text) == bool(reason)
 
 
 def test_plain_torch_runs_without_a_gpu() -> None:

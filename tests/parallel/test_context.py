@@ -11,8 +11,10 @@ from phalanx.comm import World
 from phalanx.comm.launch import launch, workers
 from phalanx.comm.tally import TallyWorld
 from phalanx.layout import Layout, LayoutError, Shape
+from phalanx.layout.cases import SHAPES
 from phalanx.models import Core, kernels
-from phalanx.parallel import build_model, context
+from phalanx.models.delta import DeltaCore
+from phalanx.parallel import Model, build_model, context
 from phalanx.parallel.batch import held_times, microbatches
 from phalanx.parallel.context import (
     RingCore,
@@ -20,6 +22,8 @@ from phalanx.parallel.context import (
     install_context,
     needed,
 )
+from phalanx.parallel.delta import SpreadDeltaCore
+from phalanx.parallel.fitness import misfits
 from rounding import assert_rounded_once
 
 SIZE = 6
@@ -497,6 +501,44 @@ def test_every_core_of_a_model_is_replaced_and_without_cp_none():
     assert {(type(core), type(core.inner)) for core in alone} == {
         (UlyssesCore, Core)
     }
+
+
+class OwnDelta(DeltaCore):
+    pass
+
+
+class OwnStates(DeltaCore):
+    def states_before(self, terms):
+        return super().states_before(terms)
+
+
+def _with_delta(kind: type[DeltaCore]) -> Model:
+    model = build_model(SHAPES["delta"])
+    for _, piece in model.pieces:
+        for module in piece.modules():
+            core = getattr(module, "core", None)
+            if type(core) is DeltaCore:
+                core.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize("text", ["cp2", "cp2:ulysses"])
+def test_a_subclass_of_a_core_of_the_table_keeps_its_tokens(text):
+    layout, model = Layout.parse(text), _with_delta(OwnDelta)
+    assert not misfits(model, layout)
+    world = TallyWorld(0, layout.ranks)
+    ring = world.split("ring", layout.mesh.groups(["cp.ring"]))
+    ulysses = world.split("ulysses", layout.mesh.groups(["cp.ulysses"]))
+    install_context(model, layout, ring, ulysses)
+    modules = [m for _, piece in model.pieces for m in piece.modules()]
+    kinds = [type(m) for m in modules if isinstance(m, DeltaCore)]
+    assert set(kinds) == {SpreadDeltaCore}
+
+
+@pytest.mark.parametrize("text", ["cp2", "cp2:ulysses"])
+def test_a_subclass_whose_methods_cp_would_replace_is_refused(text):
+    wrong = misfits(_with_delta(OwnStates), Layout.parse(text))
+    assert any("methods of its own (states_before)" in why for why in wrong)
 
 
 def test_a_model_without_a_core_is_refused():

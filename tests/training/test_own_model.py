@@ -13,6 +13,7 @@ from phalanx.cli import train as train_verb
 from phalanx.comm import AloneWorld
 from phalanx.layout import Layout, LayoutError, Run, RunError
 from phalanx.program import ProgramError, Timeline
+from phalanx.training import rank
 from phalanx.training.precision import precision_of
 from phalanx.training.program import fitting_program, maker_of
 from phalanx.training.rank import (
@@ -239,16 +240,11 @@ def test_a_run_that_recomputes_to_fit_learns_as_one_that_does_not(
     assert ends[0] == ends[1]
 
 
-def test_ranks_on_a_cpu_share_the_memory_of_their_host() -> None:
-    world = AloneWorld("cpu")
-    whole = 1024 * int(
-        next(
-            line.split()[1]
-            for line in Path("/proc/meminfo").read_text().splitlines()
-            if line.startswith("MemTotal")
-        )
-    )
-    run = Run.parse("")
+def test_ranks_on_a_cpu_share_the_memory_of_their_control_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, whole, run = AloneWorld("cpu"), 8 * GIB, Run.parse("")
+    monkeypatch.setattr(rank, "limited_memory", lambda: whole)
     assert device_memory(run, world, {}) == pytest.approx(whole)
     four = device_memory(run, world, {"LOCAL_WORLD_SIZE": "4"})
     assert four == pytest.approx(whole / 4)

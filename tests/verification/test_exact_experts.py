@@ -63,6 +63,32 @@ def test_layouts_of_experts_have_the_bits_of_one_process(
     assert not differences(SMALL, text, precision, steps=2)
 
 
+# Sizes at which a product with the tokens of two senders rounds otherwise than one with
+# the tokens of each.
+UNEVEN = replace(
+    SMALL, hidden=64, ffn=96, sequence=33, experts=4, expert_ffn=40
+)
+
+
+def test_frozen_experts_have_the_bits_of_one_process() -> None:
+    frozen = replace(UNEVEN, freeze=("layers.0",))
+    text = "ep2 exact; ep2 exact:2; ep2 exact:1x2"
+    assert not differences(frozen, text, FP32, steps=1)
+
+
+@pytest.mark.slow
+def test_frozen_experts_beside_adapters_have_them_too() -> None:
+    adapted = replace(UNEVEN, layers=2, lora_r=4)
+    assert not differences(adapted, "ep2 exact", FP32, BF16)
+
+
+@pytest.mark.slow
+def test_frozen_experts_that_are_dropped_after_use_have_them_too() -> None:
+    frozen = replace(UNEVEN, layers=2, freeze=("layers.0",))
+    text = "dp2 ep2 zero3 exact:2; pp2 ep2 zb-h1:2 exact:1x2"
+    assert not differences(frozen, text, FP32, BF16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "text"),

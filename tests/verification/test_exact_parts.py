@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from phalanx.comm import Group
+from phalanx.cost import piece_costs
 from phalanx.layout import Layout, LayoutError
 from phalanx.layout.cases import SHAPES, covering, exact_layouts
 from phalanx.layout.choices import BF16, FP32
@@ -58,6 +59,22 @@ def test_layouts_of_tp_have_the_bits_of_one_process(
     model: str, text: str, precision: str
 ) -> None:
     assert not differences(SIZES[model], text, precision)
+
+
+def test_a_frozen_block_has_the_bits_of_one_process() -> None:
+    frozen = replace(SIZES["gqa"], layers=1, freeze=("layers.0",))
+    text = "tp2 exact:4; cp2 tp2 exact:2x2"
+    assert not differences(frozen, text, FP32, steps=1)
+
+
+def test_a_frozen_block_has_the_forward_of_a_trained_one() -> None:
+    shape, layout = SIZES["gqa"], Layout.parse("tp2 exact:4")
+    frozen = replace(shape, freeze=("layers.0",))
+    costs = [
+        piece_costs(build_model(each), layout, 2) for each in (shape, frozen)
+    ]
+    trained, found = (each[1].forward.flops for each in costs)
+    assert found == trained
 
 
 @pytest.mark.slow

@@ -23,7 +23,11 @@ import phalanx.verification
 from phalanx.cli.main import main
 from phalanx.comm import World
 from phalanx.layout import Layout, Shape
-from phalanx.layout.host import available_memory
+from phalanx.layout.host import (
+    available_memory,
+    limited_memory,
+    machine_memory,
+)
 from phalanx.models import Dropout
 from phalanx.parallel import Model, Precision, build_model, local, model
 from phalanx.parallel.tensor import _Installer
@@ -654,6 +658,21 @@ def test_what_is_available_is_the_least_that_the_machine_and_its_groups_leave(
         available_memory(*machine(tmp_path, MEMINFO, groups, files))
         == gib * GIB
     )
+
+
+def test_a_limit_of_a_group_above_counts_with_the_memory_in_use(
+    tmp_path: Path,
+) -> None:
+    files = {
+        "a/b/memory.max": "max\n",
+        "a/b/memory.current": "5\n",
+        "a/memory.max": f"{1 << 28}\n",
+        "a/memory.current": f"{1 << 27}\n",
+    }
+    of_group = machine(tmp_path / "in", MEMINFO, "0::/a/b\n", files)
+    assert limited_memory(*of_group) == 1 << 28
+    of_host = machine(tmp_path / "out", MEMINFO, "0::/\n", {})
+    assert limited_memory(*of_host) == machine_memory()
 
 
 def test_a_comparison_that_would_not_fit_is_refused_with_the_numbers(

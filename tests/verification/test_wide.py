@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from phalanx.layout import Layout
 from phalanx.parallel import build_model
 from phalanx.parallel.data import Precision
+from phalanx.training.soap import Soap
 from phalanx.verification import SHAPES, verify
 from phalanx.verification.wide import MOVES, NARROW, looked_at
 from sampled import one_in
@@ -66,6 +68,26 @@ def test_layouts_of_delta_layers_compute_in_16_bits_what_the_table_says(
     layouts = Layout.parse_many("tp2 cp2 seq; dp2 zero3; pp2 ep2 1f1b:3")
     verdicts = verify(SHAPES["delta"], layouts, dtype=dtype, steps=1)
     assert [v.first_difference for v in verdicts] == ["", "", ""]
+
+
+def test_updates_after_the_first_step_of_soap_are_examined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = Soap.update
+
+    def rounded(self: Soap, state: dict[str, Tensor], g: Tensor) -> Tensor:
+        update = plain(self, state, g)
+        # The first step only makes the bases.
+        if state["step"] == 1:
+            return update
+        return (update.bfloat16() + 0).to(update.dtype)
+
+    monkeypatch.setattr(Soap, "update", rounded)
+    shape, layouts = replace(SHAPES["gqa"], layers=1), [Layout.parse("dp2")]
+    (verdict,) = verify(
+        shape, layouts, dtype="bfloat16", optimizer="soap", steps=2
+    )
+    assert "replace_by_updates computes" in verdict.first_difference
 
 
 def test_operations_are_looked_at_in_16_bits_and_of_built_in_models_alone() -> (

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 
 def machine_memory() -> float:
@@ -11,20 +12,35 @@ def machine_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def available_memory(
-    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> float:
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def limited_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> float:
+    """The bytes that processes in this control group may have, those in use included."""
+    limits = (group.limit for group in _of_groups(proc, cgroups))
+    return min([machine_memory(), *limits])
+
+
+def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> float:
     """The bytes that this process may still allocate within all limits."""
     # MemAvailable counts page caches that the kernel would give back.
     free = re.search(
         r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.M
     )
     of_machine = 1024.0 * int(free[1]) if free else machine_memory()
-    return max(0.0, min([of_machine, *_of_groups(proc, cgroups)]))
+    left = (group.left for group in _of_groups(proc, cgroups))
+    return max(0.0, min([of_machine, *left]))
 
 
-def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
-    """The bytes left by each memory limit, from this control group to the root.
+class _GroupMemory(NamedTuple):
+    """The bytes of a control group's limit, and those of them that are not in use."""
+
+    limit: float
+    left: float
+
+
+def _of_groups(proc: Path, cgroups: Path) -> Iterator[_GroupMemory]:
+    """The memory under each limit, from this control group to the root.
 
     For cgroup v1 and v2.
     """
@@ -60,7 +76,9 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
                 )
                 # Inactive file pages count as used, but are freed when memory
                 # is needed.
-                yield float(most) - float(used) + float(stat.get(cache, 0))
+                cached = float(stat.get(cache, 0))
+                left = float(most) - float(used) + cached
+                yield _GroupMemory(float(most), left)
             if folder == root:
                 break
 

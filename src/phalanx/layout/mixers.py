@@ -65,7 +65,7 @@ def rows_in(shape: Shape) -> tuple[MixerRow, ...]:
     )
 
 
-def others_than_usual(names: Sequence[str]) -> tuple[str, ...]:
+def unusual_mixers(names: Sequence[str]) -> tuple[str, ...]:
     """The names of mixers that are not attention, each once."""
     return tuple(name for name in MIXERS if name != USUAL and name in names)
 

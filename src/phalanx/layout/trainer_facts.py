@@ -16,7 +16,7 @@ from typing import Any
 from .adapters import AdapterSizes
 from .choices import ACCUM, COMPILE, INTERLEAVED
 from .layout import Layout
-from .mixers import others_than_usual
+from .mixers import unusual_mixers
 from .pieces import work_of_pieces
 from .shape import Shape
 from .stages import stage_blocks
@@ -257,7 +257,7 @@ def model_choices(shape: Shape) -> dict[str, tuple[str, ...]]:
         "qk_norm": ("qk_norm",) if shape.qk_norm else (),
         "latent": ("latent",) if shape.kv_latent else (),
         "grouped": ("grouped",) if grouped else (),
-        "mixers": others_than_usual(shape.mixers),
+        "mixers": unusual_mixers(shape.mixers),
         "output_gate": ("output_gate",) if shape.output_gate else (),
     }
 

@@ -462,8 +462,8 @@ class ExpertProducts(nn.Module):
             # One run's share of the tokens cannot be known: all at once.
             return self._as_if_even(tokens, weights[0])
         runs = torch.split(tokens, counts.sum(1).tolist())
-        three = zip(runs, counts, weights, strict=True)
-        return torch.cat([self.on_sorted(*each) for each in three])
+        by_run = zip(runs, counts, weights, strict=True)
+        return torch.cat([self.on_sorted(*each) for each in by_run])
 
     def on_own(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Apply experts to this rank's own tokens, sorted by expert."""

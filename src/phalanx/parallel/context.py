@@ -34,7 +34,7 @@ from ..models.kernels import (
     sink_gradients,
 )
 from .batch import held_times
-from .mixers import SPREAD
+from .mixers import spread_of
 from .model import Model
 from .parts import join_time, parts_of_time, spread
 
@@ -62,7 +62,7 @@ def install_context(
             if child != "core":
                 continue
             replaced = True
-            spread_core = SPREAD.get(type(core))
+            spread_core = spread_of(core)
             if spread_core is not None:
                 own = spread_core(core, ring, ulysses)
                 setattr(piece.get_submodule(owner), child, own)

@@ -38,7 +38,7 @@ from ..models.decoder import (
 from ..models.ends import Embed, Head
 from ..models.loss import CrossEntropy
 from ..models.mixers import KINDS
-from .mixers import SPREAD
+from .mixers import replaced_methods, spread_of
 from .mixing import mixing
 from .model import Model
 from .preference import PreferenceLoss
@@ -107,10 +107,11 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
             wrong += _anywhere(name, module)
             if layout.tp > 1:
                 wrong += _cut(model, name, piece, path, module)
-            if (
-                layout.mesh.of("cp.ring") > 1
-                and path.rpartition(".")[2] == "core"
-            ):
+            if path.rpartition(".")[2] != "core":
+                continue
+            if layout.cp > 1 and spread_of(module):
+                wrong += _spread_core(name, module)
+            elif layout.mesh.of("cp.ring") > 1:
                 wrong += _core(model, name, module)
     wrong += _noise(list(dict.fromkeys(noisy)))
     # dict.fromkeys: a module used by several pieces is reported once.
@@ -401,8 +402,8 @@ def _uncut(model: Model) -> Iterator[str]:
 
 
 def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
-    known = type(core) in (Core, *SPREAD)
-    if known and not any(getattr(core, hooks) for hooks in _HOOKS):
+    plain = type(core) is Core
+    if plain and not any(getattr(core, hooks) for hooks in _HOOKS):
         return  # our own: a trial would only take memory
     heads = model.counts.get("heads", 2)
     kv = model.counts.get("kv", heads)
@@ -421,6 +422,18 @@ def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
         yield (
             f"{name} is a {type(core).__name__}: a ring replaces it by causal softmax attention,"
             f" and {why}. Use cp:ulysses, which keeps it, or no cp."
+        )
+
+
+def _spread_core(name: str, core: nn.Module) -> Iterator[str]:
+    own = ", ".join(replaced_methods(core))
+    has = f"methods of its own ({own})" if own else ""
+    if any(getattr(core, hooks) for hooks in _HOOKS):
+        has = "hooks"
+    if has:
+        yield (
+            f"{name} is a {type(core).__name__}: cp replaces it by a core that keeps its tokens,"
+            f" and it has {has}. Use no cp."
         )
 
 

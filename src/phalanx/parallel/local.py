@@ -446,6 +446,7 @@ def _piece(
         splits=role.splits,
         offloads=role.offloads,
         compiled=compiled,
+        exact=layout.exact > 0,
         time_parts=own_time_parts(layout),
         expert_ranks=layout.expert_ranks,
     )

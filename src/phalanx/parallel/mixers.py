@@ -19,3 +19,19 @@ from .delta import SpreadDeltaCore
 Spread = Callable[[Any, Group, Group], nn.Module]
 
 SPREAD: dict[type[nn.Module], Spread] = {DeltaCore: SpreadDeltaCore}
+
+
+def spread_of(core: nn.Module) -> Spread | None:
+    """The maker of a core that keeps its tokens, for a class of the table or a subclass."""
+    rows = (SPREAD[base] for base in type(core).__mro__ if base in SPREAD)
+    return next(rows, None)
+
+
+def replaced_methods(core: nn.Module) -> tuple[str, ...]:
+    """Methods of a subclass's own, which the core of the table's class does not have."""
+    found: dict[str, None] = {}
+    for base in type(core).__mro__:
+        if base in SPREAD:
+            break
+        found |= {name: None for name, x in vars(base).items() if callable(x)}
+    return tuple(name for name in found if name != "__init__")

@@ -346,6 +346,11 @@ def extra_losses(module: nn.Module) -> Mapping[str, ExtraLoss]:
     return found
 
 
+def _same_weight(key: str, weight: Tensor, run: int) -> Tensor:
+    """A frozen weight for one run of tokens: no run has a gradient of its own."""
+    return weight
+
+
 def _by_chunks(
     weight: nn.Parameter,
     unit: Unit,
@@ -409,6 +414,7 @@ class Piece:
         splits: bool = False,
         offloads: bool = False,
         compiled: CompiledModule | None = None,
+        exact: bool = False,
         time_parts: int = 0,
         expert_ranks: int = 1,
     ) -> None:
@@ -425,7 +431,8 @@ class Piece:
             splits,
             offloads,
         )
-        self.compiled = compiled
+        self.compiled, self.exact = compiled, exact
+        self.expert_ranks = expert_ranks
         # Saved tensors are replaced only where units are dropped, or for offloading.
         self.packs = offloads or any(not unit.resident for unit in units)
         self.kept: dict[int, _Kept] = {}
@@ -511,15 +518,19 @@ class Piece:
     def _install_experts(self, experts: ExpertProducts) -> None:
         """Give experts the layout's matmul, and weight gradients without temporaries."""
         unit, _ = self.owners[experts.up]
-        if isinstance(unit, ExactUnit) and unit.senders > 1:
-            experts.weight_of_run = self._of_run(experts)
+        # `exact` multiplies the tokens of each sender apart, by frozen weights too.
+        if self.exact and self.expert_ranks > 1:
+            frozen = unit.frozen
+            of_run = _same_weight if frozen else self._of_run(experts)
+            experts.weight_of_run = of_run
         matmul: EightBits | None = None
         given = unit.precision.matmul
         if isinstance(given, EightBits) and given.traits.experts:
             matmul = given
             experts.grouped_kernels = False
-        if unit.plain or self.compiled or isinstance(unit, ExactUnit):
-            # Gradients are autograd's own, or go to slots of a leaf.
+        if unit.plain or self.compiled or self.exact:
+            # Gradients are autograd's own, or go to slots of a leaf. `exact` may have
+            # put products in parts in the place of the experts' own.
             if matmul is not None:
                 experts.product = partial(of_expert, matmul)
             return
@@ -574,14 +585,15 @@ class Piece:
     def _join_products(self, factors: Mapping[nn.Module, _Factor]) -> None:
         """Compute layers that share an input in one node, if all of them are plain.
 
-        `exact` replaces the products of single layers by parts of features or time.
+        `exact` replaces the products of single layers by parts of features or time, and
+        those of frozen layers too.
         """
         plain = {
             layer
             for layer, factor in factors.items()
             if type(layer) is _Linear
             and factor.spec.matmul is None
-            and not isinstance(factor.unit, ExactUnit)
+            and not self.exact
         }
         for child in self.module.modules():
             if not isinstance(child, SideBySide):

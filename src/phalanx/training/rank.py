@@ -16,7 +16,7 @@ from rank_watch import Positions
 from ..comm import World, agreement
 from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
-from ..layout.host import machine_memory
+from ..layout.host import limited_memory
 from ..layout.run import DPO, Run, RunError
 from ..layout.run_checks import mistakes_of
 from ..parallel import (
@@ -106,7 +106,8 @@ def device_memory(
 ) -> float:
     """The most bytes that a rank may use: the run's limit, or its share of the device.
 
-    Ranks on a CPU have equal shares of their host's memory. torchrun gives the number
+    Ranks on a CPU have equal shares of their host's memory, or of the least limit of the
+    control groups that they run in. torchrun gives the number
     of ranks on a host. With other launchers, all ranks are assumed to share one host.
     """
     if run.memory:
@@ -115,7 +116,7 @@ def device_memory(
         device = torch.cuda.get_device_properties(world.device)
         return float(device.total_memory) / world.sharing
     local = int(environment.get("LOCAL_WORLD_SIZE", world.size))
-    return machine_memory() / local
+    return limited_memory() / local
 
 
 def keep_freed_memory(device: torch.device) -> None:

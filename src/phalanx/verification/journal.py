@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..layout import Shape
 from ..layout.journal import Record
-from ..layout.mixers import others_than_usual
+from ..layout.mixers import unusual_mixers
 from ..parallel import build_model
 from . import plain
 
@@ -134,7 +134,7 @@ def counted_flops(
     plain form cannot omit its matmuls, and for mixers other than attention, because the
     plain form computes them token by token.
     """
-    if others_than_usual(shape.mixers):
+    if unusual_mixers(shape.mixers):
         return None
     frozen = build_model(shape).frozen
     if shape.tied and "embed.tokens.weight" in frozen:

@@ -5,7 +5,8 @@ In mixed precision, chosen operations have 16-bit results: matmuls, activations,
 the residual stream. Norms, angles, routers, losses, merges of partial results and sums
 of gradients have 32 bits. A mistake in that choice changes a gradient by less than the
 surrounding roundings, so comparing results cannot reveal it. Here every operation that
-a rank executes in its first step is examined instead.
+a rank executes in its first step is examined instead (in its first two if the optimizer
+updates whole matrices: SOAP's first step has no update).
 
 Not detected: a wrong value of the right dtype; torch's own backward, if the table has
 its operation; the inside of a fused kernel, or of a composite operation of torch;
