@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from verify.covered import covered
 
 from phalanx.comm import Work
 from phalanx.comm.threads import ThreadGroup, ThreadWorld, run_threads
@@ -34,6 +33,7 @@ from phalanx.training.optimizer import AdamW, Optimizer
 from phalanx.training.program import program_of
 from phalanx.verification import SHAPES, batch_of
 from torch_shm.calls import Call
+from verification.covered import covered
 
 
 class Watch(threading.local):

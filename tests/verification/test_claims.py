@@ -7,7 +7,6 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
-from verify.covered import covered
 
 from phalanx.layout import Layout, Shape, StagedPieces, staged_pieces
 from phalanx.parallel import build_model
@@ -18,6 +17,7 @@ from phalanx.verification import SHAPES, claims, rows, verify
 from phalanx.verification.claims import LONG, false_claim
 from phalanx.verification.rows import rows_differ
 from phalanx.verification.step_order import order_faults
+from verification.covered import covered
 
 LAYOUT = Layout.parse("dp2 pp2 zero2 1f1b:3 fp64")
 
@@ -36,6 +36,15 @@ def test_the_claims_of_every_covered_layout_hold() -> None:
     for layout in (*covered("gqa", 4)[::8], narrow):
         assert false_claim(layout, _program(layout), None) == "", str(layout)
     assert _said() == ""
+
+
+def test_a_single_sum_of_exact_parts_is_no_false_claim() -> None:
+    """Of a model with one block and adapters, only the block's unit has gradients."""
+    shape = replace(SHAPES["gqa"], layers=1, lora_r=4)
+    layout = Layout.parse("dp2 exact")
+    program = program_of(build_model(shape), layout)
+    assert [op.kind for op in program.rows[0]].count(ops.SHARE_SUMS) == 1
+    assert false_claim(layout, program, None) == ""
 
 
 def test_a_text_that_says_something_else_is_named(
@@ -130,7 +139,11 @@ def test_an_order_that_is_not_the_papers_is_named(
 ) -> None:
     assert in_order(layout) == []
     monkeypatch.setattr(module, name, wrong)
-    assert said in in_order(layout)[0]
+    schedules._named.cache_clear()
+    try:
+        assert said in in_order(layout)[0]
+    finally:
+        schedules._named.cache_clear()
 
 
 def test_receives_gathers_and_trips_to_the_host_are_named_by_their_place() -> (

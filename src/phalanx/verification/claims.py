@@ -188,8 +188,9 @@ def _damages(program: Program) -> Iterator[Damage]:
             op, before, after = row[place], row[:place], row[place + 1 :]
             name = str(op)
             # A row without gathers has its weights at home; one without reductions has
-            # its gradients.
-            alone = kind in (ops.GATHER, ops.REDUCE) and counts[kind] == 1
+            # its gradients, or with `exact` all of their sums.
+            single = ops.GATHER, ops.REDUCE, ops.SHARE_SUMS
+            alone = kind in single and counts[kind] == 1
             if kind not in OPTIONAL and not alone:
                 missing = (*before, *after)
                 yield Damage("is missing", kind, name, number, missing)
