@@ -59,6 +59,8 @@ ELSEWHERE = {
     "models/loss.py LARGE": "on a GPU",
     "models/loss.py CHUNK": "chunks of logits: tests/models/test_loss.py",
     "models/loss.py LARGE_CHUNK": "on a GPU",
+    "models/fused_kernels.py _PAIRS": "on a GPU: tests/models/test_fused.py",
+    "models/fused_kernels.py _BLOCK": "on a GPU: tests/models/test_fused.py",
     "training/totals.py _MANTISSA": "bits of float32",
     "training/totals.py _BIAS": "bits of float32",
     "training/totals.py _EXPONENTS": "bits of float32",
