@@ -58,7 +58,7 @@ def kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
 
     A compiler that fails on this machine must not end a run that plain torch can do.
     Each rank decides for itself. Kernels and plain torch round differently, so ranks that
-    decide otherwise have other bits, with `exact` too. The warning says so.
+    decide differently do not have equal bits, even with `exact`. The warning says so.
     """
     try:
         found, wanted = _samples(device, dtype)
@@ -69,8 +69,8 @@ def kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
     except Exception as error:  # whatever a compiler or a driver raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         _LOG.warning(
-            "plain torch rotates and gates on %s, and rounds otherwise than ranks"
-            " with kernels do: %s",
+            "plain torch rotates and gates on %s, and rounds differently from ranks"
+            " with kernels: %s",
             device,
             reason,
         )

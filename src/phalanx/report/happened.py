@@ -239,7 +239,7 @@ def _of_rank(rank: int, busy: float, own: Sequence[Wait]) -> str:
 
 
 def _cause(wait: Wait) -> str:
-    """What a rank waited for, without the microbatch."""
+    """The call that a rank waited for, without the microbatch."""
     assert wait.op
     if wait.op.of:
         value = "activations" if wait.op.of == ops.FORWARD else "gradients"

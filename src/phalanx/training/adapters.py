@@ -12,7 +12,7 @@ from .lora import merged_lora, peft_lora
 
 
 class AdapterFiles(NamedTuple):
-    """How an adapter is written: merged into a model's weights, or alone for peft."""
+    """The form of a saved adapter: merged into a model's weights, or alone for peft."""
 
     merged: Callable[..., Tensor]
     exported: Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]

@@ -19,7 +19,7 @@ _STARTS: dict[str, Callable[..., Tensor]] = {LORA.key: lora_start}
 def adapter_output(
     shape: Shape, w: Mapping[str, Tensor], name: str, x: Tensor
 ) -> Tensor:
-    """What the adapter of a linear adds to its output."""
+    """The term that the adapter of a linear adds to its output."""
     assert shape.adapter is not None
     return _OUTPUTS[shape.adapter.key](shape, w, name, x)
 
