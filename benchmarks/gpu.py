@@ -291,11 +291,13 @@ def cases(
             0.45,
             limit=70.0,
         ),
+        # 21 GB of activations cross the link to the host twice a step. At 55 GB/s, the
+        # rate of PCIe 5, that takes 0.78 s: an MFU of 17 % at most.
         made.training(
             "1b, offload:activations",
             "1b",
             "bf16 offload:activations",
-            0.20,
+            0.12,
             limit=35.0,
         ),
         made.training(

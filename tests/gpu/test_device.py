@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from device_runs import attention_operators, losses
+from torch.nn import functional
 
 from phalanx.models.attention import Core
+from phalanx.models.fused import Gated, fuses, kernels_agree
+from phalanx.models.rope import Rope, rotate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,3 +121,56 @@ def test_a_ring_with_documents_has_the_losses_of_a_cpu(
     assert there == pytest.approx(
         here, rel=1e-10 if "fp64" in layout else 2e-2
     )
+
+
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_of_rotations_gives_what_float64_gives(
+    pairs: str, dtype: torch.dtype
+) -> None:
+    assert kernels_agree(torch.device("cuda"), dtype)
+    draw = torch.Generator().manual_seed(0)
+    positions = torch.arange(50).repeat(3, 1)
+    cos, sin = (x.cuda() for x in Rope(10_000.0).angles(positions, 64, dtype))
+    # A part of a larger tensor, as products side by side leave it.
+    whole = torch.randn(3, 50, 12, 64, generator=draw)
+    x = whole.to("cuda", dtype)[:, :, :8].requires_grad_()
+    gradient = torch.randn(3, 50, 8, 64, generator=draw).to("cuda", dtype)
+    assert fuses(x)
+    y = rotate(x, cos, sin, pairs)
+    y.backward(gradient)
+    exact = x.detach().double().requires_grad_()
+    wanted = rotate(exact, cos.double(), sin.double(), pairs)
+    wanted.backward(gradient.double())
+    for found, other in ((y, wanted), (x.grad, exact.grad)):
+        assert found is not None
+        assert other is not None
+        torch.testing.assert_close(
+            found.double(), other, rtol=2**-7, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_of_gates_gives_what_float64_gives(
+    dtype: torch.dtype,
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    first, second, gradient = (
+        torch.randn(3, 50, 96, generator=draw).to("cuda", dtype)
+        for _ in range(3)
+    )
+    gate, up = (x.requires_grad_() for x in (first, second))
+    y = Gated.call(gate, up)
+    y.backward(gradient)
+    wide_gate, wide_up = (
+        x.detach().double().requires_grad_() for x in (gate, up)
+    )
+    wanted = functional.silu(wide_gate) * wide_up
+    wanted.backward(gradient.double())
+    pairs = (y, wanted), (gate.grad, wide_gate.grad), (up.grad, wide_up.grad)
+    for found, other in pairs:
+        assert found is not None
+        assert other is not None
+        torch.testing.assert_close(
+            found.double(), other, rtol=2**-7, atol=1e-5
+        )

@@ -249,6 +249,32 @@ def test_kernels_get_what_they_take(
         )
 
 
+@pytest.mark.parametrize("word", ["fp8", "fp8:tile", "mxfp8"])
+def test_the_call_of_a_kernel_is_one_graph(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = []
+
+    def kernel(a: Tensor, b: Tensor, *scaled: Any) -> Tensor:
+        kinds.extend(type(x) for x in scaled if not isinstance(x, Tensor))
+        return a.to(torch.bfloat16) @ b.to(torch.bfloat16)
+
+    monkeypatch.setattr(low_precision, "_scaled_mm", kernel)
+    traits = MATMULS[word]
+    options: dict[str, Any] = {"run": traits.run, "power": traits.power}
+    a = rounded(sample(64, 256), E4M3, **options)
+    b = rounded(sample(128, 256), E4M3, square=traits.square, **options)
+    # A break in the graph is an error here. torch 2.11 breaks at a comparison of enums,
+    # which later versions compile, so their absence is asserted as well.
+    compiled: Any = torch.compile(
+        low_precision._on_device, backend="eager", fullgraph=True
+    )
+    y = compiled(a, b, torch.float32)
+    wanted = low_precision._on_device(a, b, torch.float32)
+    assert torch.equal(y, wanted)
+    assert set(kinds) == {int}
+
+
 def test_scales_of_blocks_are_in_the_order_of_torch_s_own_tests() -> None:
     quantized = pytest.importorskip("torch.testing._internal.common_quantized")
     z = rounded(sample(200, 320), E4M3, run=32, power=True)

@@ -331,41 +331,59 @@ def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
     )
     if recipe_b == recipe_a and scale_b.shape[1:] == (1,):  # per-row scales
         scale_b = scale_b.t()
-    numbers = a.numbers.contiguous(), b.numbers.contiguous().t()
-    scaled = scale_a, recipe_a, scale_b, recipe_b, swizzle
-    return _scaled_mm(*numbers, *scaled).to(out)
+    y = _scaled_mm(
+        a.numbers.contiguous(),
+        b.numbers.contiguous().t(),
+        scale_a,
+        recipe_a,
+        scale_b,
+        recipe_b,
+        swizzle,
+    )
+    return y.to(out)
 
 
 def _scaled_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
-    recipe_a: Any,
+    recipe_a: int,
     scale_b: Tensor,
-    recipe_b: Any,
-    swizzle: Any,
+    recipe_b: int,
+    swizzle: int,
 ) -> Tensor:
     """The operator of `F.scaled_mm`, whose own call torch 2.11 cannot compile."""
-    order = [swizzle.value]
     y: Tensor = torch.ops.aten._scaled_mm_v2(
         a,
         b,
         [scale_a],
-        [recipe_a.value],
-        order,
+        [recipe_a],
+        [swizzle],
         [scale_b],
-        [recipe_b.value],
-        order,
+        [recipe_b],
+        [swizzle],
         None,
         torch.bfloat16,
     )
     return y
 
 
-def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
-    """Scales as `scaled_mm` expects them, its name for them, and their swizzle."""
-    kind: Any = F.ScalingType
-    order: Any = F.SwizzleType
+class _Recipe:
+    """Numbers of torch's names for scales and their order in memory.
+
+    A compiled graph of torch 2.11 ends where members of an enum are compared.
+    """
+
+    ROWS = F.ScalingType.RowWise.value
+    RUNS = F.ScalingType.BlockWise1x128.value
+    SQUARES = F.ScalingType.BlockWise128x128.value
+    SHORT_RUNS = F.ScalingType.BlockWise1x32.value
+    IN_ORDER = F.SwizzleType.NO_SWIZZLE.value
+    IN_TILES = F.SwizzleType.SWIZZLE_32_4_4.value
+
+
+def _recipe(z: Rounded) -> tuple[Tensor, int, int]:
+    """Scales as `scaled_mm` expects them, the number of their kind, and of their order."""
     if z.scales.dtype == _EXPONENT:
         # Tiles of 128 x 4, in which row r is stored in line r % 32 (cuBLAS, 1D block
         # scaling).
@@ -375,17 +393,14 @@ def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
             0, 3, 2, 1, 4
         )
         flat = tiles.flatten().view(_EXPONENT)
-        return flat, kind.BlockWise1x32, order.SWIZZLE_32_4_4
+        return flat, _Recipe.SHORT_RUNS, _Recipe.IN_TILES
     if z.run == z.numbers.shape[-1]:
-        return z.of_rows().contiguous(), kind.RowWise, order.NO_SWIZZLE
+        return z.of_rows().contiguous(), _Recipe.ROWS, _Recipe.IN_ORDER
     if _in_squares(z):
         padded = F.pad(z.scales, (0, -z.scales.shape[1] % 4))
-        return padded.contiguous().t(), kind.BlockWise128x128, order.NO_SWIZZLE
-    return (
-        z.of_rows().t().contiguous().t(),
-        kind.BlockWise1x128,
-        order.NO_SWIZZLE,
-    )
+        return padded.contiguous().t(), _Recipe.SQUARES, _Recipe.IN_ORDER
+    columns = z.of_rows().t().contiguous().t()
+    return columns, _Recipe.RUNS, _Recipe.IN_ORDER
 
 
 def _in_squares(z: Rounded) -> bool:
