@@ -122,7 +122,7 @@ def examples(stream: Stream) -> list[tuple[list[int], list[int]]]:
     ]
     return [
         (
-            stream.read(a, b)[0].tolist(),
+            stream.read(a, b).tolist(),
             stream.read_answers(a, b).astype(int).tolist(),
         )
         for a, b in edges

@@ -122,7 +122,7 @@ def test_rows_keep_their_numbers_where_some_before_them_are_empty(
     stream = open_corpus(tmp_path / "out").validation
     edges = zip(stream.starts, stream.starts[1:], strict=False)
     assert [
-        bytes(stream.read(a, b)[0].tolist()).decode() for a, b in edges
+        bytes(stream.read(a, b).tolist()).decode() for a, b in edges
     ] == expected
 
 
@@ -144,7 +144,7 @@ def test_files_are_read_by_name_folder_by_folder_and_hidden_ones_are_not(
     prepare(folder, tmp_path / "out", Bytes(), share=0.0)
     stream = open_corpus(tmp_path / "out").train
     edges = zip(stream.starts, stream.starts[1:], strict=False)
-    texts = [bytes(stream.read(a, b)[0].tolist()).decode() for a, b in edges]
+    texts = [bytes(stream.read(a, b).tolist()).decode() for a, b in edges]
     assert [text.split()[0] for text in texts] == [
         "a/z.txt",
         "a-b.txt",
@@ -189,12 +189,12 @@ def test_offsets_of_documents_that_are_cut_under_a_run_are_named(
 ) -> None:
     folder = prepared(tmp_path / "here" / "a")
     stream = open_corpus(folder).train
-    stream.read(0, 5)
+    stream.read_documents(0, 5)
     os.truncate(folder / "train.documents", 8)
     with pytest.raises(
         DataError, match=r"train\.documents: has 8 bytes, and had"
     ):
-        stream.read(0, 5)
+        stream.read_documents(0, 5)
 
 
 def test_every_file_of_a_prepared_folder_is_verified(tmp_path: Path) -> None:

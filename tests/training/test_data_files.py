@@ -43,7 +43,7 @@ def books(tmp_path: Path) -> Path:
 
 def texts(stream: Stream) -> list[bytes]:
     return [
-        bytes(stream.read(int(a), int(b))[0].tolist())
+        bytes(stream.read(int(a), int(b)).tolist())
         for a, b in zip(stream.starts, stream.starts[1:], strict=False)
         if a < b
     ]
@@ -196,7 +196,7 @@ def test_a_tokenizer_json_gives_its_tokens_and_closes_documents(
     assert corpus.train.tokens.dtype == np.uint16
     ends = corpus.train.starts.tolist()
     for start, stop in itertools.pairwise(ends):
-        tokens = corpus.train.read(start, stop)[0].tolist()
+        tokens = corpus.train.read(start, stop).tolist()
         assert tokens[-1] == words.token_to_id("<end>")
         assert words.decode(tokens[:-1]) in TEXTS.values()
     assert corpus.bytes_per_token is not None
@@ -213,7 +213,7 @@ def test_nanogpt_and_llm_c_files_are_read_as_they_are(tmp_path: Path) -> None:
     tokens.astype("<u2").tofile(tmp_path / "train.bin")
     tokens[:999].astype("<u2").tofile(tmp_path / "val.bin")
     pair = open_corpus(tmp_path)
-    assert pair.train.read(0, 300_000)[0].tolist() == tokens.tolist()
+    assert pair.train.read(0, 300_000).tolist() == tokens.tolist()
     assert pair.validation.size == 999
     single = open_corpus(tmp_path / "train.bin", share=0.5)
     assert single.train.size + single.validation.size == 300_000
@@ -225,7 +225,7 @@ def test_nanogpt_and_llm_c_files_are_read_as_they_are(tmp_path: Path) -> None:
             head.tobytes() + tokens.astype(dtype).tobytes()
         )
         found = open_corpus(tmp_path / "c.bin", share=0.0)
-        assert found.train.read(0, 300_000)[0].tolist() == tokens.tolist()
+        assert found.train.read(0, 300_000).tolist() == tokens.tolist()
 
 
 def megatron(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from loop_worlds import losses, small, trained, weights
+from numpy.typing import NDArray
 
 from phalanx.parallel import share
 from phalanx.training.checkpoint_format import read_manifest
@@ -257,6 +258,25 @@ def test_without_masks_text_flows_on() -> None:
     assert "documents" not in batch
     assert sorted(batch["targets"].flatten().tolist()) == list(range(1, 13))
     assert batch["positions"].tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_documents_are_looked_up_only_where_a_batch_has_them() -> None:
+    class Counting(Stream):
+        lookups = 0
+
+        def read_documents(self, start: int, stop: int) -> NDArray[np.int64]:
+            Counting.lookups += 1
+            return super().read_documents(start, stop)
+
+    (corpus,) = corpus_of([5, 9, 30])
+    counting = Counting(corpus.train.tokens, corpus.train.starts)
+    corpora = (replace(corpus, train=counting),)
+    found = Batches(corpora, 8, 3, masks=False).batch(0)
+    assert "documents" not in found
+    assert Counting.lookups == 0
+    masked = Batches(corpora, 8, 3, masks=True).batch(0)
+    assert Counting.lookups == 3  # one for each row
+    assert found["tokens"].equal(masked["tokens"])
 
 
 def test_the_held_out_part_is_read_whole_in_one_order() -> None:

@@ -37,7 +37,7 @@ LINES = "".join(
 def texts(stream: Stream) -> list[str]:
     edges = zip(stream.starts, stream.starts[1:], strict=False)
     return [
-        bytes(stream.read(int(a), int(b))[0].tolist()).decode()
+        bytes(stream.read(int(a), int(b)).tolist()).decode()
         for a, b in edges
     ]
 
@@ -348,9 +348,8 @@ def test_raw_tokens_of_32_bits_are_read_as_such_and_never_as_16(
 ) -> None:
     tokens = np.random.default_rng(0).integers(0, 120_000, 5000)
     tokens.astype("<u4").tofile(tmp_path / "a.uint32")
-    assert open_corpus(tmp_path / "a.uint32", share=0.0).train.read(0, 5000)[
-        0
-    ].tolist() == list(tokens)
+    stream = open_corpus(tmp_path / "a.uint32", share=0.0).train
+    assert stream.read(0, 5000).tolist() == list(tokens)
     (tmp_path / "a.uint32").rename(tmp_path / "a.bin")
     with pytest.raises(
         DataError, match=r"every second number is below 8.*Name it \.uint32"

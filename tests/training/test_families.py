@@ -516,7 +516,8 @@ def test_one_line_from_a_folder_to_training_and_back(
     assert main(["train", *words, "steps=1"]) == 0
     assert main(["train", *words, "steps=2"]) == 0, "it goes on"
     corpus = open_prepared(out / "tokens")
-    tokens, documents = corpus.train.read(0, 93)
+    tokens = corpus.train.read(0, 93)
+    documents = corpus.train.read_documents(0, 93)
     assert corpus.vocab == VOCAB
     assert set(tokens[30::31]) == {2}, "each text is closed"
     assert list(documents[::31]) == [0, 1, 2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -156,13 +156,19 @@ class OwnFrame(Frame):
         zero = next(iter(batch.values())).new_zeros((), dtype=like.dtype)
         return nn.Parameter(zero.expand(like.shape), requires_grad=False)
 
+    @cached_property
+    def _around(self) -> tuple[nn.Module, ...]:
+        """The modules that no stand-in has replaced."""
+        every = self.module.modules()
+        return tuple(x for x in every if not isinstance(x, StandIn))
+
     def _bring_buffers(self, device: torch.device) -> None:
         """Tables around the pieces come to the device that computes."""
-        for module in self.module.modules():
-            own = {} if isinstance(module, StandIn) else module._buffers
+        for module in self._around:
+            own = module._buffers
             for key, x in own.items():
                 if x is not None:
-                    module._buffers[key] = x.to(device)
+                    own[key] = x.to(device)
 
 
 def with_ignored(batch: Batch, ignored: int) -> Batch:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from inspect import Parameter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -344,12 +346,27 @@ def _adds_up(values: Sequence[float], apart: float) -> bool:
     )
 
 
+# Reading a signature takes 0.1 ms, and each step needs it once for each piece.
+_arguments: WeakKeyDictionary[Any, tuple[Parameter, ...]] = WeakKeyDictionary()
+
+
+def _arguments_of(forward: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """The arguments of a function, or of a method without `self`."""
+    # A bound method is made at each access, so its function is the key.
+    function = getattr(forward, "__func__", forward)
+    known = _arguments.get(function)
+    if known is None:
+        known = tuple(inspect.signature(forward).parameters.values())
+        _arguments[function] = known
+    return known
+
+
 def arguments_for(
     forward: Callable[..., Any], batch: Batch
 ) -> dict[str, Tensor]:
     """The entries of a batch that a forward takes, by its arguments' names. Its first argument takes
     the first entry if none has its name."""
-    arguments = list(inspect.signature(forward).parameters.values())
+    arguments = _arguments_of(forward)
     named = {
         each.name: batch[each.name] for each in arguments if each.name in batch
     }

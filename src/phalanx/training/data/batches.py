@@ -309,8 +309,10 @@ class Batches:
             "tokens": np.zeros(shape, np.int64),
             "targets": np.full(shape, IGNORED, np.int64),
             "positions": np.zeros(shape, np.int64),
-            "documents": np.full(shape, PADDING, np.int64),
         }
+        # Reading them takes time, so only where they are used.
+        if self.masks or self.pairs:
+            arrays["documents"] = np.full(shape, PADDING, np.int64)
         # `zeros` and `full` above are the padding: a row is filled as far as
         # it has tokens.
         for row, place in enumerate(taken):
@@ -321,7 +323,7 @@ class Batches:
         if self.pairs:
             arrays |= self._pair_entries(taken, arrays["documents"])
         if not self.masks:
-            del arrays["documents"]
+            arrays.pop("documents", None)
         return {name: torch.from_numpy(x) for name, x in arrays.items()}
 
     def _fill(
@@ -335,7 +337,7 @@ class Batches:
             stop = min(start + self.sequence - at + 1, end)
             if stop - start < 2:
                 continue
-            tokens, documents = cut.stream.read(start, stop)
+            tokens = cut.stream.read(start, stop)
             # A wrong token would otherwise fail in a kernel, far from its
             # file.
             least, most = int(tokens.min()), int(tokens.max())
@@ -348,10 +350,14 @@ class Batches:
             held = min(self.sequence - at, len(tokens))
             # The target of a token is the next one; of chats, answers alone
             # are targets.
-            follows = np.where(
-                cut.stream.read_answers(start, stop)[1:], tokens[1:], IGNORED
-            )
-            time = np.arange(held)
+            follows = tokens[1:]
+            if cut.stream.answers is not None:
+                answers = cut.stream.read_answers(start, stop)
+                follows = np.where(answers[1:], follows, IGNORED)
+            time = np.arange(at, at + held)
+            if "documents" in row:
+                documents = cut.stream.read_documents(start, stop)
+                row["documents"][at : at + held] = documents[:held]
             if self.masks:
                 # A document's last token must not predict the next document's
                 # first.
@@ -359,13 +365,11 @@ class Batches:
                 follows = np.where(same, follows, IGNORED)
                 begins = np.concatenate(([True], ~same[: held - 1]))
                 # Positions count from the latest beginning of a document.
-                time = time - np.maximum.accumulate(np.where(begins, time, 0))
-            else:
-                time = time + at
+                latest = np.maximum.accumulate(np.where(begins, time, 0))
+                time = time - latest
             row["tokens"][at : at + held] = tokens[:held]
             row["targets"][at : at + len(follows)] = follows
             row["positions"][at : at + held] = time
-            row["documents"][at : at + held] = documents[:held]
             at += held
 
 

@@ -58,36 +58,41 @@ class Stream:
         """Return a mask of the tokens that are trained on."""
         if self.answers is None:
             return np.ones(stop - start, bool)
-        refuse_cut(self.answers)
-        return self.answers[start:stop].astype(bool)
+        return _unmapped(self.answers)[start:stop].astype(bool)
 
-    def read(
-        self, start: int, stop: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return tokens `start` to `stop`, and the number of each one's document."""
-        # Before every access: reading a part that was cut off would kill the
-        # process.
-        refuse_cut(self.tokens)
-        refuse_cut(self.starts)
-        # The documents that contain the first and the last token.
-        first, last = (
-            np.searchsorted(self.starts, (start, stop - 1), "right") - 1
-        )
-        # The borders of documents, clipped to the tokens asked for.
-        edges = np.clip(self.starts[first : last + 2], start, stop)
-        documents = np.repeat(np.arange(first, last + 1), np.diff(edges))
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return tokens `start` to `stop`."""
+        tokens = _unmapped(self.tokens)
         # The stream is its own array.
         if self.origins is None:
-            return self.tokens[start:stop].astype(np.int64), documents
+            return tokens[start:stop].astype(np.int64)
+        first, edges = self._documents(start, stop)
+        after = first + len(edges) - 1
         # How much further each document lies in the mixed array.
-        shift = self.origins[first : last + 1] - self.starts[first : last + 1]
+        shift = self.origins[first:after] - self.starts[first:after]
         runs = zip(shift, edges, edges[1:], strict=False)
         parts = [
-            self.tokens[by + a : by + b].astype(np.int64)
+            tokens[by + a : by + b].astype(np.int64)
             for by, a, b in runs
             if a < b
         ]
-        return np.concatenate(parts), documents
+        return np.concatenate(parts)
+
+    def read_documents(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the number of each token's document, from `start` to `stop`."""
+        first, edges = self._documents(start, stop)
+        numbers = np.arange(first, first + len(edges) - 1)
+        return np.repeat(numbers, np.diff(edges))
+
+    def _documents(
+        self, start: int, stop: int
+    ) -> tuple[int, NDArray[np.int64]]:
+        """Return the first document of the tokens asked for, and the borders of all of
+        them, clipped to these tokens."""
+        starts = _unmapped(self.starts)
+        # The documents that contain the first and the last token.
+        first, last = np.searchsorted(starts, (start, stop - 1), "right") - 1
+        return int(first), np.clip(starts[first : last + 2], start, stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,6 +255,15 @@ def refuse_cut(mapped: NDArray[Any]) -> None:
             f"{mapped.filename}: has {size:,} bytes, and had {wanted:,} when it was opened: it was cut"
             " while in use. Restore it; the same command then continues."
         )
+
+
+def _unmapped(mapped: NDArray[Any]) -> NDArray[Any]:
+    """Return the numbers of a mapped file as an ordinary array, to be read at once.
+
+    Each slice of a `memmap` is one itself, which takes ten times as long to make.
+    """
+    refuse_cut(mapped)
+    return np.asarray(mapped)
 
 
 def _rises(offsets: NDArray[np.int64], last: int) -> bool:
