@@ -37,8 +37,7 @@ LINES = "".join(
 def texts(stream: Stream) -> list[str]:
     edges = zip(stream.starts, stream.starts[1:], strict=False)
     return [
-        bytes(stream.read(int(a), int(b)).tolist()).decode()
-        for a, b in edges
+        bytes(stream.read(int(a), int(b)).tolist()).decode() for a, b in edges
     ]
 
 
