@@ -299,8 +299,8 @@ def test_the_parts_of_blocks_with_experts_have_costs_of_their_own() -> None:
     assert [*map(id, first)] == [*map(id, second)]
     # Only the middle part has experts' weights: five of the nine on the first rank.
     assert shape.experts == 9
-    experts = whole[2].experts * 5 / 9
-    assert [part.experts for part in first] == [0, experts, 0]
+    experts = whole[2].routed * 5 / 9
+    assert [part.routed for part in first] == [0, experts, 0]
     assert products(apart[-1].forward) == products(whole[-1].forward)
 
 

@@ -60,6 +60,18 @@ def test_a_layout_breaks_exactly_these_rules(
     assert _broken(text) == rules
 
 
+def test_only_widths_of_mlps_that_a_block_has_are_rules() -> None:
+    # No block has an MLP of width 100, which tp=3 would not divide.
+    routed = Shape(
+        "x", 2, 96, heads=12, vocab=8, ffn=100, experts=4, expert_ffn=96
+    )
+    assert _broken("tp3", routed) == set()
+    assert _broken("tp3", replace(routed, dense_layers=1)) == {"ffn"}
+    assert _broken("tp3", replace(routed, expert_ffn=100)) == {"experts"}
+    # The sizes of `exact` are the same ones.
+    assert _broken("tp2 exact:4", replace(routed, ffn=102)) == set()
+
+
 def test_an_mlp_has_no_heads_and_no_sequence_to_cut() -> None:
     mlp = Shape.load("mlp")
     assert _broken("dp2 tp2 pp2", mlp) == set()

@@ -131,12 +131,12 @@ def test_deepseeks_sizes_come_back_but_for_its_router(tmp_path: Path) -> None:
     reading = back(tmp_path, file)
     assert reading.job.shape is not None
     left = [
-        "rope_pairs",
         "expert_groups",
         "top_groups",
         "scores",
         "routed_scale",
         "balance",
+        "rope_pairs",
     ]
     assert list(unlike(Shape.load("deepseek-v3"), reading.job.shape)) == left
     biases = 58 * 256  # of the routers

@@ -189,7 +189,7 @@ def test_a_path_through_experts_is_priced_without_a_simulation(
     run = Measured(text, case_of(ROUTED, Layout.parse(text)))
     hardware = hardware_of(cluster("h100x8"))
     (costed_run,) = costed([run], hardware, cached_costs, begin)
-    assert costed_run.run.case.layout.experts_apart
+    assert costed_run.run.case.layout.parts_apart
     path = costed_run.longest(begin)
     assert path(begin) == pytest.approx(costed_run.step(begin))
     # Nearly all of a step computes, so the path stays nearly the longest one.

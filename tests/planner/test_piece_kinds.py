@@ -268,11 +268,11 @@ def test_the_weights_that_are_priced_are_those_that_are_published(
         rows = staged_pieces(layout, shape).rows
         # A rank has its part of the experts.
         held = [
-            piece.times.cost.weights - piece.times.cost.experts
+            piece.times.cost.weights - piece.times.cost.routed
             for piece in priced.pieces
         ]
         routed = [
-            piece.times.cost.experts * layout.ep for piece in priced.pieces
+            piece.times.cost.routed * layout.ep for piece in priced.pieces
         ]
         assert [a + b for a, b in zip(held, routed, strict=True)] == [
             row.numel for row in rows
@@ -291,7 +291,7 @@ def test_one_block_of_each_kind_stands_for_all(name: str) -> None:
     for row, number in zip(whole, like, strict=True):
         assert row.weights == part[number].weights
         assert shape.window(row.piece) == few.window(number)
-        assert shape.sparse(row.piece) == few.sparse(number)
+        assert shape.routes(row.piece) == few.routes(number)
 
 
 def test_frozen_blocks_compute_no_gradients_of_weights_and_hold_none() -> None:

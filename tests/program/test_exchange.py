@@ -26,7 +26,7 @@ EXPERTS = (2,)
 def step(text: str) -> Program:
     return build(
         Layout.parse(text),
-        plain_pieces(STAGES, frozen=(3,), experts=EXPERTS),
+        plain_pieces(STAGES, frozen=(3,), receivers=EXPERTS),
         StepOptions(agree=False),
     )
 
@@ -93,7 +93,9 @@ def test_no_pipeline_waits_for_itself_when_it_overlaps(
     check(
         build(
             layout,
-            plain_pieces(stages, experts=[start + 1 for start in starts[:-1]]),
+            plain_pieces(
+                stages, receivers=[start + 1 for start in starts[:-1]]
+            ),
             StepOptions(agree=False),
         )
     )
@@ -109,7 +111,7 @@ def test_a_forward_beside_a_backward_hides_what_either_sends() -> None:
     for text in ("zb-v", "dualpipe-v"):
         program = build(
             Layout.parse(f"pp2 ep2 {text}:16"),
-            plain_pieces(stages, experts=experts),
+            plain_pieces(stages, receivers=experts),
             StepOptions(agree=False),
         )
         free, slow = (

@@ -86,7 +86,7 @@ def test_choices_are_summed_behind_each_forward_however_often_it_is_computed() -
         stages = [range(3), range(3, 6)] if layout.pp > 1 else [range(6)]
         experts = (2,) if layout.ep > 1 else ()
         program = build(
-            layout, plain_pieces(stages, experts=experts, sums_choices=(1,))
+            layout, plain_pieces(stages, receivers=experts, sums_choices=(1,))
         )
         check(program)
         for row in program.rows:

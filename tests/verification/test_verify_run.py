@@ -440,11 +440,11 @@ def test_a_small_shape_has_every_kind_of_block_and_the_ratios_of_heads(
     assert (small.experts > 0) == (shape.experts > 0)
     assert (small.kv_latent > 0) == (shape.kv_latent > 0)
     whole = {
-        (shape.window(n) > 0, shape.sparse(n))
+        (shape.window(n) > 0, shape.routes(n))
         for n in range(1, shape.layers + 1)
     }
     few = {
-        (small.window(n) > 0, small.sparse(n))
+        (small.window(n) > 0, small.routes(n))
         for n in range(1, small.layers + 1)
     }
     assert few == whole

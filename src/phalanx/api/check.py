@@ -383,7 +383,7 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
         "units",
     )
     size = f"{count_text(shape.total)} parameters"
-    size += f", {count_text(shape.active)} active" * bool(shape.experts)
+    size += f", {count_text(shape.active)} active" * bool(shape.routed.count)
     size += f", {count_text(shape.trained)} trained" * (
         shape.trained < shape.total
     )

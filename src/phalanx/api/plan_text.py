@@ -236,15 +236,15 @@ def plan_text(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
 
 
 def _head(request: Request, plan: Plan) -> Iterator[str]:
-    r, experts = request, ""
+    r, routed = request, ""
     precision = " and ".join(filter(None, (r.precision, r.matmul)))
-    # A model of experts computes with the active parameters and stores all.
-    if r.shape.experts:  # MFU counts the parameters that a token uses
+    # A model with routed MLPs computes with the active parameters and stores all.
+    if r.shape.routed.count:  # MFU counts the parameters that a token uses
         active, total = map(count_text, (r.shape.active, r.shape.total))
-        experts = f" {active} of {total} parameters active, tokens over experts {r.routing.text},"
+        routed = f" {active} of {total} parameters active, tokens over experts {r.routing.text},"
     yield from wrapped(
         f"{r.name} on {r.hardware.ranks:,} devices of {r.hardware.name}: {r.batch:,} sequences of"
-        f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {precision},{experts}"
+        f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {precision},{routed}"
         f" software profile {r.profile.name!r}"
     )
     yield from wrapped(

@@ -77,7 +77,7 @@ def piece_costs(
     (costs,) = cost_kinds(
         model, layout, (rows,), sequence=sequence, target=target
     )
-    # A layout that keeps experts apart makes three pieces of a block.
+    # A layout that keeps routed MLPs apart makes three pieces of a block.
     cut = cut_blocks(model, piece_layout(layout))
     return tuple(costs[kind] for kind in alike(cut))
 
@@ -111,7 +111,7 @@ def cost_kinds(
     # Masters and gradient sums are in float32 or wider.
     wide = torch.promote_types(compute, torch.float32)
     found = Found() if found is None else found
-    assert kinds is None or not model.shape.experts
+    assert kinds is None or not model.shape.routed.count
     blocks = range(1, len(few.pieces) - 1)
     # The last rank of a ring merges most; along tp all ranks are equal.
     world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
@@ -137,7 +137,7 @@ def cost_kinds(
                 if kinds is not None and n not in kinds:
                     continue
                 piece = held.pieces[n]
-                key = n, count, cut.experts_apart, felt_cut(piece, cut)
+                key = n, count, cut.parts_apart, felt_cut(piece, cut)
                 if key not in found.pieces:
                     cost, out = run(
                         piece,
@@ -166,19 +166,19 @@ def cost_kinds(
 def felt_cut(piece: Piece, cut: Layout) -> Layout:
     """The part of a cut that this piece's cost depends on.
 
-    Only experts depend on the number of ranks that share them: tokens travel between
+    Only routed MLPs depend on the number of ranks that share them: tokens travel between
     pieces, so the other pieces neither hold less nor send more.
     """
     if isinstance(piece.module, ExpertsPart) or any(
-        map(_of_experts, piece.units)
+        map(_is_routed, piece.units)
     ):
         return cut
     axes = tuple(axis for axis in cut.mesh.axes if axis.name != "ep")
     return replace(cut, mesh=Mesh(axes))
 
 
-def _of_experts(unit: Unit) -> bool:
-    """True for the unit of a piece's experts beside its own unit."""
+def _is_routed(unit: Unit) -> bool:
+    """True for the unit of a piece's routed MLPs beside its own unit."""
     return unit.number != unit.piece
 
 
@@ -242,10 +242,10 @@ def into(
             if name == HIDDEN and name in comes
         }
         return {"x": edge, **beside}
-    # Counts become routes on the way: (runs, experts), here of one sender.
+    # Counts become routes on the way: (runs, MLPs), here of one sender.
     if "counts" in comes:
-        *times, experts = comes["counts"][0]
-        routes = torch.Size((math.prod(times), experts))
+        *times, mlps = comes["counts"][0]
+        routes = torch.Size((math.prod(times), mlps))
         comes = {**comes, "routes": (routes, torch.long)}
     return {name: comes[name] for name in piece.takes if name in comes}
 
@@ -376,6 +376,6 @@ def _run(
         frozen=float(sum(unit.numel for unit in own if unit.frozen)),
         edge=float(leaves),
         selected=float(part),
-        experts=float(sum(u.numel for u in own if inside or _of_experts(u))),
+        routed=float(sum(u.numel for u in own if inside or _is_routed(u))),
     )
     return cost, out

@@ -6,54 +6,48 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .block_weight import BlockWeight, linear_weights
 from .layout import Layout
-from .mixer_row import MixerRow, MixerWeight
+from .mixer_row import MixerRow
 from .violation import Violation, divisor_list
 
 if TYPE_CHECKING:
     from .shape import Shape
 
 
-def _linear(
-    name: str, into: int, out: int, dims: str, *, bias: bool
-) -> Iterator[MixerWeight]:
-    """A linear layer's weights. `dims` name the weight's output and input features."""
-    yield MixerWeight(f"{name}.weight", dims, (out, into))
-    if bias:
-        yield MixerWeight(f"{name}.bias", dims.split()[0], (out,))
-
-
-def _output(shape: Shape) -> Iterator[MixerWeight]:
+def _output(shape: Shape) -> Iterator[BlockWeight]:
     """The end of any attention, and the learned score that each head adds."""
     if shape.sinks:
-        yield MixerWeight("attn.sinks", "heads", (shape.heads,))
+        yield BlockWeight("attn.sinks", "heads", (shape.heads,))
     # The values of all heads, which the output projection takes.
     wide = shape.heads * shape.valued
-    yield from _linear(
+    yield from linear_weights(
         "attn.wo", wide, shape.hidden, "embed heads", bias=shape.bias == "all"
     )
 
 
-def _grouped(shape: Shape) -> Iterator[MixerWeight]:
+def _grouped(shape: Shape) -> Iterator[BlockWeight]:
     hidden, head = shape.hidden, shape.head_dim
     # Features of all query heads, and of all KV heads.
     wide, narrow = shape.heads * head, shape.kv_heads * head
     bias = shape.bias != "none"
-    yield from _linear("attn.wq", hidden, wide, "heads embed", bias=bias)
-    yield from _linear("attn.wk", hidden, narrow, "kv embed", bias=bias)
-    yield from _linear("attn.wv", hidden, narrow, "kv embed", bias=bias)
+    yield from linear_weights(
+        "attn.wq", hidden, wide, "heads embed", bias=bias
+    )
+    yield from linear_weights("attn.wk", hidden, narrow, "kv embed", bias=bias)
+    yield from linear_weights("attn.wv", hidden, narrow, "kv embed", bias=bias)
     if shape.qk_norm and shape.qk_norm_wide:
-        yield MixerWeight("attn.q_wide_norm.weight", "heads", (wide,))
-        yield MixerWeight("attn.k_wide_norm.weight", "kv", (narrow,))
+        yield BlockWeight("attn.q_wide_norm.weight", "heads", (wide,))
+        yield BlockWeight("attn.k_wide_norm.weight", "kv", (narrow,))
     elif shape.qk_norm:
-        yield MixerWeight("attn.q_norm.weight", "head", (head,))
-        yield MixerWeight("attn.k_norm.weight", "head", (head,))
+        yield BlockWeight("attn.q_norm.weight", "head", (head,))
+        yield BlockWeight("attn.k_norm.weight", "head", (head,))
     if shape.output_gate:
-        yield MixerWeight("attn.wg.weight", "heads embed", (wide, hidden))
+        yield BlockWeight("attn.wg.weight", "heads embed", (wide, hidden))
     yield from _output(shape)
 
 
-def _latent(shape: Shape) -> Iterator[MixerWeight]:
+def _latent(shape: Shape) -> Iterator[BlockWeight]:
     """Latent attention: q, k, v come from narrow vectors (DeepSeek-V2 2024)."""
     hidden, latent = shape.hidden, shape.kv_latent
     wide = shape.heads * shape.head_dim
@@ -61,18 +55,18 @@ def _latent(shape: Shape) -> Iterator[MixerWeight]:
     # Down to the latent and up again, with a norm in between.
     if shape.q_latent:
         narrow = shape.q_latent
-        yield MixerWeight("attn.wq_a.weight", down, (narrow, hidden))
-        yield MixerWeight("attn.q_a_norm.weight", "latent", (narrow,))
-        yield MixerWeight("attn.wq_b.weight", up, (wide, narrow))
+        yield BlockWeight("attn.wq_a.weight", down, (narrow, hidden))
+        yield BlockWeight("attn.q_a_norm.weight", "latent", (narrow,))
+        yield BlockWeight("attn.wq_b.weight", up, (wide, narrow))
     else:
-        yield MixerWeight("attn.wq.weight", "heads embed", (wide, hidden))
+        yield BlockWeight("attn.wq.weight", "heads embed", (wide, hidden))
     # The latent, and the rotated part of the key, which all heads share.
     both = latent + shape.turned
-    yield MixerWeight("attn.wkv_a.weight", down, (both, hidden))
-    yield MixerWeight("attn.kv_a_norm.weight", "latent", (latent,))
+    yield BlockWeight("attn.wkv_a.weight", down, (both, hidden))
+    yield BlockWeight("attn.kv_a_norm.weight", "latent", (latent,))
     # Unrotated features of the keys, and the values, of all heads.
     both = shape.heads * (shape.head_dim - shape.turned + shape.valued)
-    yield MixerWeight("attn.wkv_b.weight", up, (both, latent))
+    yield BlockWeight("attn.wkv_b.weight", up, (both, latent))
     yield from _output(shape)
 
 

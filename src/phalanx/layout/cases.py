@@ -53,9 +53,9 @@ def every_layout(
     With `besides`, each has one more option, in turn, if that is legal: the same number
     of layouts, in which every option occurs with every choice.
     """
-    # Without experts ep has nothing to share, and every size of it would be
+    # Without routed MLPs ep has nothing to share, and every size of it would be
     # illegal.
-    free = set(axes.split()) - ({"ep"} if not shape.experts else set())
+    free = set(axes.split()) - ({"ep"} if not shape.routed.count else set())
     plain = tuple(
         x
         for x in dict.fromkeys(_all(shape, ranks, free))
@@ -79,7 +79,7 @@ def exact_layouts(
     """
     plain: dict[Layout, None] = {}
     axes = {"dp", "pp", "tp"} if parts > 1 else {"dp", "pp"}
-    axes |= {"ep"} if shape.experts else set()
+    axes |= {"ep"} if shape.routed.count else set()
     for x in _all(shape, ranks, axes):
         if (x.tp > 1) != (parts > 1) or parts % x.tp:
             continue

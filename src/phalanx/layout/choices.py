@@ -102,7 +102,7 @@ class MatmulTraits(NamedTuple):
     power: bool = False  # scales are 8-bit powers of two; otherwise float32
     forward: str = "float8_e4m3fn"
     gradient: str = "float8_e4m3fn"
-    experts: bool = False  # applies to routed experts too
+    routed: bool = False  # applies to routed MLPs too
     rate: str = FP8  # the number format whose rate devices state for it
 
 
@@ -127,9 +127,7 @@ MATMULS |= {
 # And each of these with routed experts: `fp8:experts`,
 # `fp8:tile,e5m2,experts`.
 MATMULS |= {
-    f"{name}{',' if ':' in name else ':'}experts": traits._replace(
-        experts=True
-    )
+    f"{name}{',' if ':' in name else ':'}experts": traits._replace(routed=True)
     for name, traits in MATMULS.items()
 }
 # A second spelling of row-wise scales, which prints as fp8.

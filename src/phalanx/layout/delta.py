@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from .block_weight import BlockWeight
 from .codec import Mistake, key
 from .layout import Layout
-from .mixer_row import MixerRow, MixerWeight
+from .mixer_row import MixerRow
 from .violation import Violation, divisor_list
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _unused(shape: Shape) -> Iterator[Mistake]:
             return
 
 
-def _weights(shape: Shape) -> Iterator[MixerWeight]:
+def _weights(shape: Shape) -> Iterator[BlockWeight]:
     """The weights of a layer in order of use, as in `models/delta.py`."""
     hidden, heads = shape.hidden, shape.delta_heads
     narrow = shape.delta_key_heads * shape.delta_key_dim
@@ -91,15 +92,15 @@ def _weights(shape: Shape) -> Iterator[MixerWeight]:
     linears = {"q": narrow, "k": narrow, "v": wide, "z": wide}
     for name, out in (linears | {"b": heads, "a": heads}).items():
         lengths = (out, hidden)
-        yield MixerWeight(f"attn.in_{name}.weight", "groups embed", lengths)
+        yield BlockWeight(f"attn.in_{name}.weight", "groups embed", lengths)
     for name in ("q", "k", "v"):
         taps = (linears[name], 1, shape.delta_width)
-        yield MixerWeight(f"attn.taps_{name}", "groups - -", taps)
-    yield MixerWeight("attn.decay", "groups", (heads,))
-    yield MixerWeight("attn.step", "groups", (heads,))
+        yield BlockWeight(f"attn.taps_{name}", "groups - -", taps)
+    yield BlockWeight("attn.decay", "groups", (heads,))
+    yield BlockWeight("attn.step", "groups", (heads,))
     head = (shape.delta_value_dim,)
-    yield MixerWeight("attn.head_norm.weight", "head", head)
-    yield MixerWeight("attn.out.weight", "embed groups", (hidden, wide))
+    yield BlockWeight("attn.head_norm.weight", "head", head)
+    yield BlockWeight("attn.out.weight", "embed groups", (hidden, wide))
 
 
 def _work(shape: Shape, sequence: int) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from .adapters import ADAPTERS
 from .choices import BF16, FP16, FP32
+from .experts_exact import unordered_senders
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -46,7 +47,7 @@ def exact_word(x: Layout) -> str:
 
 def uncovered(x: Layout) -> list[str]:
     """Every reason why this layout cannot give the bits of one process."""
-    found = [*_unsplit(x), *_unsplit_time(x), *_shared_experts(x)]
+    found = [*_unsplit(x), *_unsplit_time(x), *unordered_senders(x)]
     if x.precision not in COVERED:
         found.append(
             f"exact does not cover {x.precision} yet: only {', '.join(COVERED)}"
@@ -93,28 +94,6 @@ def _unsplit_time(x: Layout) -> list[str]:
     names = [axis.name for axis in x.mesh.axes]
     if x.dp > 1 and cp > 1 and names.index("cp") < names.index("dp"):
         return ["exact with cp before dp: write dp before cp"]
-    return []
-
-
-def _shared_experts(x: Layout) -> list[str]:
-    """Explain why tokens of an expert cannot be told apart by sender, or return []."""
-    if others := [axis for axis in x.experts if axis != "ep"]:
-        words = f"experts:{','.join(others)}"
-        return [
-            f"exact does not cover {words} yet: an expert's tokens of one sequence come"
-            " from several ranks. Use ep"
-        ]
-    names = [axis.name for axis in x.mesh.axes]
-    if x.dp > 1 and x.ep > 1 and names.index("ep") < names.index("dp"):
-        return [
-            "exact with ep before dp: the microbatches of an expert's rank are no subtree."
-            " Write dp before ep"
-        ]
-    if x.dp > 1 and x.ep & (x.ep - 1):
-        return [
-            f"exact does not cover dp{x.dp} with ep{x.ep}: the microbatches of an expert's"
-            " rank are no subtree. Use a power of two for ep, or ep alone"
-        ]
     return []
 
 
@@ -241,9 +220,7 @@ def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
 
 def _uneven_sizes(s: Shape, parts: int) -> dict[str, int]:
     """The sizes of a model that so many parts do not divide, by name."""
-    sizes = {"heads": s.heads, "ffn": s.ffn, "vocab": s.vocab}
-    if s.experts:
-        sizes["expert_ffn"] = s.expert_ffn
+    sizes = {"heads": s.heads, **s.mlp_widths, "vocab": s.vocab}
     uneven = {name: size for name, size in sizes.items() if size % parts}
     # Key heads may also be repeated, if there are fewer of them than parts.
     if not uneven and s.kv_heads % parts and parts % s.kv_heads:

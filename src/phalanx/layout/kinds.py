@@ -12,6 +12,8 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
+from .mlps import sizes_of_blocks
+
 if TYPE_CHECKING:
     from .shape import Shape
 
@@ -68,16 +70,16 @@ class BlockKind(NamedTuple):
     """Everything in which the blocks of one shape can differ."""
 
     frozen: bool
-    sparse: bool  # with experts
+    mlp: str  # the layer within tokens, by its name in the table of MLPs
     window: int  # tokens that a token attends to; 0: all
     mixer: str  # the layer between tokens, by its name in a shape
 
 
 def block_kind(shape: Shape, piece: int) -> BlockKind:
-    mixer = shape.mixer(piece)
+    mixer, mlp = shape.mixer(piece), shape.mlp(piece)
     return BlockKind(
         piece in shape.frozen,
-        shape.sparse(piece),
+        "" if mlp is None else mlp.name,
         shape.window(piece),
         "" if mixer is None else mixer.name,
     )
@@ -87,15 +89,15 @@ class BlockPart(StrEnum):
     """The part of a model's piece that a program's piece computes."""
 
     WHOLE = "whole"
-    ROUTING = "routing"  # of a block with experts: attention and routing
-    EXPERTS = (
-        "experts"  # the experts, applied to tokens received from other ranks
-    )
-    MERGING = "merging"  # the results, added to the residual stream
+    # Of a block that routes tokens: attention and routing; the routed MLPs, applied to
+    # tokens received from other ranks; and their results, added to the residual stream.
+    ROUTING = "routing"
+    ROUTED = "routed"
+    MERGING = "merging"
 
 
-# The parts of a block with experts, in the order of the data.
-PARTS_APART = (BlockPart.ROUTING, BlockPart.EXPERTS, BlockPart.MERGING)
+# The parts of a block that routes tokens, in the order of the data.
+PARTS_APART = (BlockPart.ROUTING, BlockPart.ROUTED, BlockPart.MERGING)
 
 
 def parts_of_pieces(
@@ -103,12 +105,12 @@ def parts_of_pieces(
 ) -> tuple[tuple[int, BlockPart], ...]:
     """For each piece of a program, the shape's piece and the part of it.
 
-    If experts are `apart`, a block with experts is three pieces, between which tokens
+    If routed MLPs are `apart`, a block with them is three pieces, between which tokens
     travel.
     """
     every = range(shape.pieces)
     parts = {
-        p: PARTS_APART if apart and shape.sparse(p) else (BlockPart.WHOLE,)
+        p: PARTS_APART if apart and shape.routes(p) else (BlockPart.WHOLE,)
         for p in every
     }
     return tuple((piece, part) for piece in every for part in parts[piece])
@@ -118,7 +120,7 @@ def parts_of_pieces(
 def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
     """The shape with one block of each kind, and each piece's equal in it."""
     blocks = [block_kind(shape, piece) for piece in range(1, 1 + shape.layers)]
-    # Blocks without experts come first, as in every shape.
+    # In order of first use, as the shape's keys require.
     kinds = list(dict.fromkeys(blocks))
     # In both shapes, blocks that predict later tokens are like the last one.
     if shape.predictors:
@@ -129,9 +131,7 @@ def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
         layers=len(kinds),
         windows=tuple(kind.window for kind in kinds) if shape.windows else (),
         mixers=tuple(kind.mixer for kind in kinds) if shape.mixers else (),
-        dense_layers=sum(not kind.sparse for kind in kinds)
-        if shape.experts
-        else 0,
+        **sizes_of_blocks([kind.mlp for kind in kinds]),
         freeze=_frozen(shape, kinds),
     )
     # Blocks of the small shape are numbered from 1: piece 0 is the embedding.

@@ -25,7 +25,7 @@ from .choices import (
 from .exact import EXACT, exact_word, uncovered
 from .hash_once import hash_once, state_without_hash
 from .mesh import AXES, Axis, LayoutError, Mesh
-from .rules import AXIS_OF
+from .rules import AXIS_OF, ROUTED
 from .source import OWN, names_source
 
 _OFFLOADS = ("weights", "optimizer", "activations")
@@ -158,22 +158,22 @@ class Layout:
         return MATMULS[self.matmul].rate if self.matmul else self.precision
 
     @property
-    def expert_axes(self) -> tuple[str, ...]:
+    def ep_axes(self) -> tuple[str, ...]:
         """The axes whose ranks share the experts: tokens travel over them."""
         return ("ep", *self.experts)
 
     @property
-    def expert_ranks(self) -> int:
-        return math.prod(map(self.mesh.of, self.expert_axes))
+    def ep_ranks(self) -> int:
+        return math.prod(map(self.mesh.of, self.ep_axes))
 
     def axes_of(self, dims: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """The axes that shard each dim of a weight. Axes that share experts shard no
         dim inside an expert.
         """
-        shared = self.experts if "experts" in dims else ()
+        shared = self.experts if ROUTED in dims else ()
         # Ranks that share experts hold them whole; the first dim, experts, is
         # divided by all of them.
-        cut = {"": (), "ep": self.expert_axes} | dict.fromkeys(shared, ())
+        cut = {"": (), "ep": self.ep_axes} | dict.fromkeys(shared, ())
         axes = (AXIS_OF.get(dim, "") for dim in dims)
         return tuple(cut.get(axis, (axis,)) for axis in axes)
 
@@ -225,13 +225,13 @@ class Layout:
         return self.ep * (self.cp if "cp" in self.experts else 1)
 
     @property
-    def experts_apart(self) -> bool:
+    def parts_apart(self) -> bool:
         """True if a block's experts are a separate piece.
 
         Either tokens travel to them, or the rest of the block is a compiled graph,
         which cannot take lengths unknown in advance.
         """
-        return self.expert_ranks > 1 or bool(self.compile)
+        return self.ep_ranks > 1 or bool(self.compile)
 
     @property
     def virtual_stages(self) -> int:

@@ -22,6 +22,7 @@ from .exact import (
 from .layout import Layout
 from .mesh import Axis, LayoutError, Mesh
 from .mixers import rows_in
+from .mlps import mlps_in, sharing_violations
 from .shape import Shape
 from .violation import Violation, divisor_list, divisors
 
@@ -43,38 +44,7 @@ def legal(
 def _tensor(
     x: Layout, s: Shape, batch: int, sequence: int
 ) -> Iterator[Violation]:
-    # The axes that share experts beside ep, for the text.
-    over = "".join(f" x {axis}={x.mesh.of(axis)}" for axis in x.experts)
-    # A rank without an expert would only send its tokens away.
-    if x.expert_ranks > max(1, s.experts):
-        what = f"ep={x.ep}{over} for a model with {s.experts or 'no'} experts."
-        way_out = (
-            f"Use ep {s.experts} or less, and dp for the rest."
-            if s.experts
-            else ""
-        )
-        way_out = (
-            "Leave experts: out, or use fewer ranks there."
-            if over
-            else way_out
-        )
-        yield Violation("ep", what, way_out or "Use dp in place of ep.")
-    for axis in x.experts:
-        if x.mesh.of(axis) == 1:
-            what = (
-                f"experts:{axis} has no ranks to share experts with: {axis}=1."
-            )
-            yield Violation(
-                "experts", what, f"Leave {axis} out of it, or use {axis}2."
-            )
-        elif axis == "tp" and not x.seq:
-            what = "experts:tp without seq: all ranks of tp have the same tokens, and would send"
-            what += f" each token {x.tp} times to its experts."
-            yield Violation(
-                "experts",
-                what,
-                "Add seq, or leave tp out: tp then shards each expert.",
-            )
+    yield from sharing_violations(x, s)
     if x.seq and (x.tp == 1 or s.kind == "mlp"):
         why = "tp=1" if x.tp == 1 else "a model without norms"
         yield Violation(
@@ -82,13 +52,13 @@ def _tensor(
             f"seq has nothing to shard with {why}.",
             "Leave seq out, or use tp2.",
         )
-    if x.overlap and (x.expert_ranks == 1 or x.microbatches == 1):
-        why = "ep=1" if x.expert_ranks == 1 else "one microbatch"
+    if x.overlap and (x.ep_ranks == 1 or x.microbatches == 1):
+        why = "ep=1" if x.ep_ranks == 1 else "one microbatch"
         way_out = "Leave overlap out, or use ep2 and two microbatches or more."
         yield Violation(
             "overlap", f"overlap has nothing to hide with {why}.", way_out
         )
-    # An MLP has neither heads nor experts.
+    # A model of MLPs alone has no blocks.
     if s.kind == "mlp":
         if s.hidden % x.tp:
             what = f"tp={x.tp} does not divide hidden={s.hidden}."
@@ -96,21 +66,8 @@ def _tensor(
         return
     for row in rows_in(s):
         yield from row.violations(x, s)
-    # Ranks of tp hold either whole experts or a part of each.
-    if s.experts and "tp" not in x.experts and s.expert_ffn % x.tp:
-        what = f"tp={x.tp} does not divide expert_ffn={s.expert_ffn} in layers.*.mlp.routed.up."
-        whole = (
-            ", or experts:tp, which leaves experts whole." if x.seq else "."
-        )
-        fits = divisor_list(math.gcd(s.expert_ffn, s.heads))
-        yield Violation("experts", what, f"Use tp {fits}{whole}")
-    if s.ffn % x.tp:
-        what = (
-            f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight."
-        )
-        yield Violation(
-            "ffn", what, f"Use tp {divisor_list(math.gcd(s.ffn, s.heads))}."
-        )
+    for mlp in mlps_in(s):
+        yield from mlp.violations(x, s)
 
 
 def _pipeline(

@@ -12,22 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from .block_weight import BlockWeight
 from .codec import Mistake
 from .layout import Layout
 from .violation import Violation
 
 if TYPE_CHECKING:
     from .shape import Shape
-
-
-class MixerWeight(NamedTuple):
-    """A weight of a mixer: its name in the block, its dims by name, their lengths."""
-
-    name: str
-    dims: str
-    lengths: tuple[int, ...]
 
 
 def _nothing(shape: Shape) -> None:
@@ -54,7 +47,7 @@ class MixerRow:
     work_name: str  # in a list of FLOPs
     hub_name: str  # in `layer_types` of a Hugging Face folder
     # Its weights in order of use, and its linears that may carry adapters.
-    weights: Callable[[Shape], Iterator[MixerWeight]]
+    weights: Callable[[Shape], Iterator[BlockWeight]]
     linears: tuple[str, ...]
     # One token's multiply-adds outside linear layers, in a sequence of this length.
     work: Callable[[Shape, int], int]

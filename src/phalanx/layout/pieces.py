@@ -23,7 +23,9 @@ from .adapters import adapts
 from .kinds import BlockPart, block_kind, parts_of_pieces
 from .layout import Layout
 from .mixers import MIXER_LINEARS
-from .rules import ADAPTER, FEATURES, LATENT, PARTIAL, Cut
+from .mlp_row import ChoiceLosses
+from .mlps import mlp_linears
+from .rules import ADAPTER, FEATURES, LATENT, PARTIAL, ROUTED, Cut
 from .stages import stage_blocks
 
 if TYPE_CHECKING:
@@ -70,8 +72,8 @@ class WeightRow:
 
     @property
     def routed(self) -> bool:
-        """True for a weight of routed experts, which ep distributes."""
-        return "experts" in self.dims
+        """True for a weight of routed MLPs, which ep distributes."""
+        return ROUTED in self.dims
 
     @property
     def adapts(self) -> bool:
@@ -146,7 +148,7 @@ class PieceRow:
 
     `partial`: ranks of tp hold parts of some gradient sums of this unit. `scaled`: its
     trained matrices are gathered in 8 bits, and ranks agree on their scales once a
-    step. `sequence_loss`, `batch_loss`: its router has a loss of that kind.
+    step. `sequence_loss`, `batch_loss`: it has a loss of that kind, which needs the choices of tokens.
     `sums_choices`: ranks hold parts of the counts that such a loss needs.
     """
 
@@ -179,7 +181,7 @@ class PieceRow:
     @property
     def receives_tokens(self) -> bool:
         """True for a piece that receives tokens from other ranks."""
-        return self.part is BlockPart.EXPERTS
+        return self.part is BlockPart.ROUTED
 
     @property
     def has_matrices(self) -> bool:
@@ -200,15 +202,14 @@ class PieceRow:
 
     @property
     def routed_numel(self) -> int:
-        """The parameters of routed experts."""
+        """The parameters of routed MLPs."""
         return sum(weight.numel for weight in self.weights if weight.routed)
 
     def active_numel(self, shape: Shape) -> int:
-        """The parameters that a token uses; only `top_k` of the routed experts count."""
-        routed = self.routed_numel
-        return (
-            self.numel - routed + routed // max(1, shape.experts) * shape.top_k
-        )
+        """The parameters that a token uses; of routed MLPs only the chosen ones count."""
+        all_routed, mlps = self.routed_numel, shape.routed
+        chosen = all_routed // max(1, mlps.count) * mlps.chosen
+        return self.numel - all_routed + chosen
 
     def summed_numel(self, layout: Layout) -> int:
         """The elements of this unit on a rank whose gradients are summed over tp."""
@@ -257,11 +258,11 @@ class StagedPieces:
 
     @cached_property
     def sums_choices(self) -> tuple[int, ...]:
-        """The pieces with a router whose choices are summed over ranks, for its losses."""
+        """The pieces whose choices are summed over ranks, for their losses."""
         return self._numbers(row.sums_choices for row in self.rows)
 
     @cached_property
-    def experts(self) -> tuple[int, ...]:
+    def receivers(self) -> tuple[int, ...]:
         """The pieces that receive tokens from other ranks."""
         return self._numbers(row.receives_tokens for row in self.rows)
 
@@ -276,7 +277,7 @@ def plain_pieces(
     *,
     tied: Sequence[tuple[int, int]] = (),
     frozen: Sequence[int] = (),
-    experts: Sequence[int] = (),
+    receivers: Sequence[int] = (),
     partial: Sequence[int] = (),
     scaled: Sequence[int] = (),
     sums_choices: Sequence[int] = (),
@@ -285,7 +286,7 @@ def plain_pieces(
     rows = tuple(
         PieceRow(
             number,
-            BlockPart.EXPERTS if number in experts else BlockPart.WHOLE,
+            BlockPart.ROUTED if number in receivers else BlockPart.WHOLE,
             0,
             uses=tuple(unit for piece, unit in tied if piece == number),
             partial=number in partial,
@@ -333,7 +334,7 @@ def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
 @lru_cache(maxsize=512)
 def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
     """The pieces of a layout's program for a model of this shape."""
-    rows = shape_rows(shape, layout.experts_apart)
+    rows = shape_rows(shape, layout.parts_apart)
     # Rows of one kind are sharded alike, so each kind is placed once.
     kinds: dict[int, PieceRow] = {}  # each kind's first row, in the layout
     for row in rows:
@@ -353,11 +354,11 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     with the last.
     """
     counts = stage_blocks(layout, shape.name, work_of_pieces(shape))
-    # The first program piece of each model piece: experts apart make three of
-    # a block.
+    # The first program piece of each model piece: a block in parts has
+    # three.
     first = dict[int, int]()
     for number, (piece, _) in enumerate(
-        parts_of_pieces(shape, layout.experts_apart)
+        parts_of_pieces(shape, layout.parts_apart)
     ):
         first.setdefault(piece, number)
     # Piece 0 is the embedding.
@@ -388,12 +389,12 @@ def linear_products(row: PieceRow, shape: Shape) -> tuple[LinearProduct, ...]:
 
 
 def _product(weight: WeightRow, shape: Shape) -> Iterator[LinearProduct]:
-    # A vector is no matmul, and neither are the experts' biases, one vector for each.
+    # A vector is no matmul, and neither are biases of routed MLPs, one vector for each.
     if len(weight.shape) != 2 + weight.routed:
         return
     out, into = weight.shape[-2:]
-    # A token passes through `top_k` of the experts.
-    times = shape.top_k if weight.routed else 1
+    # A token passes through some of the routed MLPs.
+    times = shape.routed.chosen if weight.routed else 1
     yield LinearProduct(linear_name(weight), into, out, times, weight)
 
 
@@ -451,7 +452,7 @@ def work_of_pieces(shape: Shape) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
-    """A row for each piece; three for a block whose experts are `apart`."""
+    """A row for each piece; three for a block whose routed MLPs are `apart`."""
     kinds: dict[tuple[object, ...], PieceRow] = {}
     rows: list[PieceRow] = []
     for piece, part in parts_of_pieces(shape, apart):
@@ -467,16 +468,13 @@ def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
         if key not in kinds:
             row = row_of(piece, part, len(kinds), weights)
             takes, gives = _bundle(shape, piece, part)
-            # Only the piece with the router knows the choices of experts.
-            routes = part is BlockPart.ROUTING or (
-                part is BlockPart.WHOLE and shape.sparse(piece)
-            )
+            losses = _losses(shape, piece, part)
             kinds[key] = replace(
                 row,
                 takes=takes,
                 gives=gives,
-                sequence_loss=routes and shape.sequence_loss > 0,
-                batch_loss=routes and shape.batch_loss > 0,
+                sequence_loss=losses.sequence,
+                batch_loss=losses.batch,
             )
         row = replace(kinds[key], piece=piece)
         # The output reads the embedding's weight, which stays in the unit of
@@ -500,25 +498,31 @@ def _kind(
     # Embedding and head are kinds of their own, and so are joins.
     if not shape.is_block(piece):
         return (piece,)
-    if part in (BlockPart.EXPERTS, BlockPart.MERGING):  # without attention
+    if part in (BlockPart.ROUTED, BlockPart.MERGING):  # without attention
         return part, frozen
     return part, block_kind(shape, piece)._replace(frozen=frozen)
+
+
+def _losses(shape: Shape, piece: int, part: BlockPart) -> ChoiceLosses:
+    """The losses of a piece that need the choices of other tokens."""
+    mlp = shape.mlp(piece)
+    # Only the piece that chooses knows the choices.
+    chooses = part in (BlockPart.WHOLE, BlockPart.ROUTING)
+    if mlp is None or not chooses:
+        return ChoiceLosses()
+    return mlp.losses(shape)
 
 
 def _bundle(
     shape: Shape, piece: int, part: BlockPart
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The tensors of the bundle that a piece takes and gives, by name."""
-    if part is BlockPart.EXPERTS:
+    if part is BlockPart.ROUTED:
         # The counts have become routes: the number of tokens from each rank.
         return ("sent", "routes"), ("sent",)
-    # What merging needs later travels past the experts with the residual
-    # stream.
-    results = (
-        "gates",
-        "order",
-        *(("shared",) if shape.shared_experts else ()),
-    )
+    # What merging needs later passes the routed MLPs by, with the residual stream.
+    mlp = shape.mlp(piece)
+    results = () if mlp is None else mlp.results(shape)
     if part is BlockPart.ROUTING:
         return ("x",), ("x", "sent", "counts", *results)
     if part is BlockPart.MERGING:
@@ -544,13 +548,18 @@ def _weights_of(
     weights = _weights(shape, piece)
     if part is BlockPart.WHOLE:
         return weights
-    return tuple(weight for weight in weights if _part_of(weight.name) is part)
+    mlp = shape.mlp(piece)
+    assert mlp is not None
+    prefix = mlp.routed_prefix
+    return tuple(
+        weight for weight in weights if _part_of(weight.name, prefix) is part
+    )
 
 
-def _part_of(name: str) -> BlockPart:
-    """The part of a block with experts that holds a weight."""
-    if name.startswith("mlp.routed."):
-        return BlockPart.EXPERTS
+def _part_of(name: str, routed_prefix: str) -> BlockPart:
+    """The part of a block that holds a weight."""
+    if name.startswith(routed_prefix):
+        return BlockPart.ROUTED
     return (
         BlockPart.MERGING
         if name.startswith("mlp_post_norm.")
@@ -569,7 +578,7 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
         trained = weight.adapts if adapted else not frozen
         granule = granules(weight.dims, weight.shape, counts)
         matrices = _matrices(weight.dims, weight.shape)
-        # A matrix between features, outside the routed experts.
+        # A matrix between features, outside the routed MLPs.
         inside = 0 < piece < shape.pieces - 1
         narrow = inside and bool(matrices) and not weight.routed
         return replace(
@@ -598,12 +607,12 @@ def granules(
 def _matrices(
     dims: Sequence[str], lengths: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """The matrices of a weight: one between two features, or one for each expert."""
-    # Lookup tables, routers and vectors are no matrices.
+    """The matrices of a weight: one between two features, or one for each routed MLP."""
+    # Lookup tables, dims named "-" and vectors are no matrices.
     if (
         len(dims) < 2
         or not {*dims[-2:]} <= {*FEATURES}
-        or dims[:-2] not in ((), ("experts",))
+        or dims[:-2] not in ((), (ROUTED,))
     ):
         return ()
     count = lengths[0] if len(dims) > 2 else 1
@@ -672,63 +681,17 @@ def _block(shape: Shape, piece: int) -> Iterator[WeightRow]:
     assert mixer is not None
     for name, dims, lengths in mixer.weights(shape):
         yield _weight(name, dims, *lengths)
-    if shape.sparse(piece):
-        yield from _experts(shape)
-    else:
-        yield from _mlp(shape, "mlp", shape.ffn)
-
-
-def _linear(
-    name: str, into: int, out: int, dims: str, *, bias: bool
-) -> Iterator[WeightRow]:
-    """A linear layer's weights. `dims` name the weight's output and input features."""
-    yield _weight(f"{name}.weight", dims, out, into)
-    if bias:
-        yield _weight(f"{name}.bias", dims.split()[0], out)
-
-
-def _mlp(shape: Shape, name: str, width: int) -> Iterator[WeightRow]:
-    bias, hidden = shape.bias == "all", shape.hidden
-    if shape.gated:
-        yield from _linear(
-            f"{name}.gate", hidden, width, "ffn embed", bias=bias
-        )
-    yield from _linear(f"{name}.up", hidden, width, "ffn embed", bias=bias)
-    yield from _linear(f"{name}.down", width, hidden, "embed ffn", bias=bias)
-
-
-def _experts(shape: Shape) -> Iterator[WeightRow]:
-    count, hidden, width = shape.experts, shape.hidden, shape.expert_ffn
-    yield _weight("mlp.router.weight", "- embed", count, hidden)
-    if shape.bias == "all":
-        yield _weight("mlp.router.logit_bias", "-", count)
-    if shape.balance == "bias":
-        yield _weight("mlp.router.bias", "-", count)
-    yield _weight("mlp.routed.gate", "experts ffn embed", count, width, hidden)
-    yield _weight("mlp.routed.up", "experts ffn embed", count, width, hidden)
-    yield _weight("mlp.routed.down", "experts embed ffn", count, hidden, width)
-    if shape.bias == "all":
-        yield _weight("mlp.routed.gate_bias", "experts ffn", count, width)
-        yield _weight("mlp.routed.up_bias", "experts ffn", count, width)
-        # A bias after the down projection is added once, so ranks of tp each
-        # hold a share.
-        yield _weight("mlp.routed.down_bias", "experts partial", count, hidden)
-    if shape.shared_experts:
-        yield from _mlp(shape, "mlp.shared", shape.shared_experts * width)
-    if shape.shared_gate:
-        yield _weight("mlp.shared_gate.weight", "- embed", 1, hidden)
-
-
-# Linear layers of an MLP that may carry adapters, if no block has experts.
-_ADAPTED_MLP = ("gate", "up", "down")
+    mlp = shape.mlp(piece)
+    assert mlp is not None
+    for name, dims, lengths in mlp.weights(shape):
+        yield _weight(name, dims, *lengths)
 
 
 def block_linears(shape: Shape) -> dict[str, WeightRow]:
     """Weights of blocks' linears that may carry adapters, by layer name."""
     if shape.kind == "mlp":
         return {}
-    of_mlp = () if shape.experts else _ADAPTED_MLP
-    names = (*MIXER_LINEARS, *of_mlp)
+    names = (*MIXER_LINEARS, *mlp_linears(shape))
     # Vectors carry no adapters.
     # Blocks with other layers in the place of attention have other linears.
     period = max(1, min(len(shape.mixers), shape.layers))

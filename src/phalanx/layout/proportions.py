@@ -1,6 +1,6 @@
 """A small run in the proportions of a real one: the subject of `verify run.toml`.
 
-Every kind of block stays, with the ratios of heads, experts and windows. Widths,
+Every kind of block stays, with the ratios of heads, MLPs and windows. Widths,
 layers, vocabulary and mesh axes shrink.
 """
 
@@ -15,6 +15,7 @@ from .adapters import ADAPTERS, AdapterSizes
 from .layout import Layout
 from .mesh import Axis, Mesh
 from .mixers import shrunk_sizes
+from .mlps import mlps_in, shrunk_mlps
 from .run import CLASS, Checkpoints, Metrics, Run, Training, Validation
 from .shape import HUB, Shape
 
@@ -56,7 +57,6 @@ def small_shape(shape: Shape) -> Shape:
         "rope_original": max(
             1, shape.rope_original * TOKENS // shape.sequence
         ),
-        "dense_layers": min(shape.dense_layers, 1),
         "freeze": _frozen(shape, layers),
         **{x.rank: min(x.rank_of(shape), x.small_rank) for x in ADAPTERS},
         "source": "",
@@ -69,18 +69,9 @@ def small_shape(shape: Shape) -> Shape:
         sizes |= {"kv_heads": heads, "kv_latent": 12, "rope_dim": _HEAD // 2}
         sizes |= {"q_latent": 10 if shape.q_latent else 0}
         sizes |= {"value_dim": _HEAD - 2 if shape.value_dim else 0}
-    if shape.experts:
-        groups = min(shape.expert_groups, 2)
-        sizes |= {
-            "experts": 8,
-            "top_k": min(shape.top_k, 2),
-            "expert_groups": groups,
-        }
-        sizes |= {"top_groups": min(shape.top_groups, groups)}
-        sizes |= {
-            "expert_ffn": _even(hidden * shape.expert_ffn / shape.hidden)
-        }
-        sizes |= {"shared_experts": min(shape.shared_experts, 1)}
+    sizes |= shrunk_mlps(
+        shape, lambda width: _even(hidden * width / shape.hidden)
+    )
     return replace(shape, **sizes)  # type: ignore[arg-type]
 
 
@@ -92,7 +83,7 @@ def _layers(shape: Shape) -> int:
             3,
             len(shape.windows),
             len(shape.mixers),
-            2 if shape.dense_layers else 0,
+            len(mlps_in(shape)),
         ),
     )
 

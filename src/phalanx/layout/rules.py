@@ -15,11 +15,13 @@ from itertools import accumulate, pairwise, product
 
 from .mesh import LayoutError
 
+# MLPs of a block among which tokens are routed, stacked in one weight.
+ROUTED = "experts"
 # One map from names to axes. A name that is not in it is whole on every rank ("-" is
 # such a name).
 AXIS_OF: dict[str, str] = dict.fromkeys(
     ("vocab", "heads", "kv", "groups", "ffn"), "tp"
-) | {"experts": "ep"}
+) | {ROUTED: "ep"}
 # The rank dim of an adapter beside a sharded weight: whole, but ranks do
 # different work with it.
 ADAPTER = "adapter"
@@ -126,7 +128,7 @@ class Rules:
     def matrices(
         self, name: str, shape: Sequence[int]
     ) -> tuple[tuple[slice, slice], ...]:
-        """The slices of the matrices in a weight's last two dims, or in each expert's.
+        """The slices of the matrices in a weight's last two dims, or in those of each routed MLP.
 
         Empty for a lookup table, a router or a vector.
         """
@@ -134,7 +136,7 @@ class Rules:
         dims = self.dims(name)
         if (
             len(dims) < 2
-            or dims[:-2] not in ((), ("experts",))
+            or dims[:-2] not in ((), (ROUTED,))
             or not {*dims[-2:]} <= {*FEATURES}
         ):
             return ()

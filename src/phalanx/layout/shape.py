@@ -36,6 +36,15 @@ from .mixers import (
     mixer_of_block,
     rows_in,
 )
+from .mlp_row import MlpRow, RoutedMlps
+from .mlps import (
+    MlpKeys,
+    fill_widths,
+    mlp_mistakes,
+    mlp_of_block,
+    mlps_in,
+    routed_mlps,
+)
 from .mtp import MtpKeys, mtp_mistakes
 from .pieces import PieceRow, block_linears, shape_rows
 
@@ -61,7 +70,7 @@ class ShapeError(FileError, LayoutError):
 
 
 @dataclass(frozen=True)
-class Shape(AdapterSizes, MtpKeys, MixerKeys):
+class Shape(AdapterSizes, MtpKeys, MixerKeys, MlpKeys):
     """The sizes of a decoder, or of the MLP (name, layers, hidden and batch)."""
 
     # The upper limits are ten times those of any trained model, and still quick to
@@ -165,51 +174,6 @@ class Shape(AdapterSizes, MtpKeys, MixerKeys):
     qk_norm: bool = key(False, "RMSNorm of queries and keys")
     qk_norm_wide: bool = key(False, "these norms cover all heads together")
     eps: float = key(1e-5, "added inside the norms", above=0)
-    experts: int = key(
-        0, "routed experts in a block; 0: an MLP", maximum=1 << 14
-    )
-    top_k: int = key(
-        1, "experts that each token uses", minimum=1, maximum=1 << 14
-    )
-    expert_ffn: int = key(0, "width of an expert; 0: ffn", maximum=1 << 23)
-    shared_experts: int = key(
-        0, "experts that all tokens use, merged into one", maximum=1 << 10
-    )
-    shared_gate: bool = key(
-        False, "their output is multiplied by a sigmoid gate of the token"
-    )
-    expert_groups: int = key(
-        1, "groups into which experts are divided", minimum=1, maximum=1 << 14
-    )
-    top_groups: int = key(
-        1,
-        "groups that a token may choose experts from",
-        minimum=1,
-        maximum=1 << 14,
-    )
-    dense_layers: int = key(0, "first blocks without experts", maximum=10_000)
-    scores: str = key(
-        "softmax", "the router's scores", choices=("softmax", "sigmoid")
-    )
-    normalized: bool = key(
-        True, "a token's chosen scores are divided by their sum"
-    )
-    routed_scale: float = key(1.0, "factor of the chosen scores", above=0)
-    balance: str = key(
-        "none",
-        "bias: moved so that experts get equally many tokens",
-        choices=("none", "bias"),
-    )
-    balance_rate: float = key(0.001, "change of that bias in a step", above=0)
-    # Losses of each router: experts x sum of (share of choices x mean score), and the
-    # z-loss.
-    sequence_loss: float = key(
-        0.0, "factor of that loss, averaged over sequences"
-    )
-    batch_loss: float = key(0.0, "factor of that loss over the whole batch")
-    z_loss: float = key(
-        0.0, "factor of the mean squared log-sum-exp of the scores"
-    )
     dropout: float = key(
         0.0,
         "share of features that training zeroes: of embeddings, heads' outputs, attention and MLP",
@@ -237,9 +201,8 @@ class Shape(AdapterSizes, MtpKeys, MixerKeys):
                 "ffn",
                 self.hidden if self.kind == "mlp" else 4 * self.hidden,
             )
-        if self.experts and not self.expert_ffn:
-            fill(self, "expert_ffn", self.ffn)
         fill_sizes(self)
+        fill_widths(self)
         # Conflicts only among values that are valid alone.
         if mistakes := mistakes or list(self._conflicts()):
             raise ShapeError(f"shape {self.name!r}", mistakes)
@@ -282,40 +245,7 @@ class Shape(AdapterSizes, MtpKeys, MixerKeys):
         yield from self._unpaired()
         yield from mtp_mistakes(self)
         yield from self._unlike_gates()
-        if not self.experts:
-            return
-        groups, chosen = self.expert_groups, self.top_groups
-        # Experts in each group.
-        each = self.experts // groups
-        if groups > 1 and (self.experts % groups or each < 2):
-            what = f"experts = {self.experts} do not form {groups} equal groups of two or more"
-            yield Mistake(
-                "expert_groups",
-                what,
-                "Write a divisor of experts that leaves at least two",
-            )
-        # The chosen groups must have enough experts for a token.
-        elif chosen > groups or (groups > 1 and self.top_k > each * chosen):
-            what = f"top_groups = {chosen} of {groups} have {each * chosen} experts"
-            yield Mistake(
-                "top_groups",
-                what,
-                f"Write more, for at least top_k = {self.top_k} experts",
-            )
-        if self.top_k > self.experts:
-            what = (
-                f"top_k = {self.top_k} is more than experts = {self.experts}"
-            )
-            yield Mistake("top_k", what, f"Write at most {self.experts}")
-        if self.dense_layers >= self.layers:
-            what = f"dense_layers = {self.dense_layers} leaves no block of {self.layers}"
-            way_out = f"Write at most {self.layers - 1}, or experts = 0"
-            yield Mistake("dense_layers", f"{what} for experts", way_out)
-        if self.kind == "mlp" or not self.gated:
-            what = "experts are gated MLPs, in a decoder"
-            yield Mistake(
-                "experts", what, "Leave out kind and gated, or experts"
-            )
+        yield from mlp_mistakes(self)
 
     def _unlike_latents(self) -> Iterator[Mistake]:
         if not self.kv_latent:
@@ -356,9 +286,6 @@ class Shape(AdapterSizes, MtpKeys, MixerKeys):
         )
 
     def _unlike_gates(self) -> Iterator[Mistake]:
-        if self.shared_gate and not self.shared_experts:
-            what = "shared_gate without shared_experts"
-            yield Mistake("shared_gate", what, "Write both, or none of them")
         if self.output_gate and self.kv_latent:
             what = "output_gate beside latent attention, which has none"
             yield Mistake("output_gate", what, "Leave it out")
@@ -470,15 +397,33 @@ class Shape(AdapterSizes, MtpKeys, MixerKeys):
             piece + 1
         )
 
-    def sparse(self, piece: int) -> bool:
-        """True if a piece has experts."""
+    def mlp(self, piece: int) -> MlpRow | None:
+        """The MLP of a decoder's block; None for other pieces."""
+        if self.kind != "decoder" or not self.is_block(piece):
+            return None
         # Blocks that predict later tokens are like the last one before them.
         like = min(piece, self.layers)
-        return (
-            self.experts > 0
-            and self.is_block(piece)
-            and self.dense_layers < like
-        )
+        return mlp_of_block(self, like - 1)
+
+    def routes(self, piece: int) -> bool:
+        """True if a piece distributes tokens among several MLPs."""
+        mlp = self.mlp(piece)
+        return mlp is not None and mlp.routed(self).count > 0
+
+    @cached_property
+    def routed(self) -> RoutedMlps:
+        """The MLPs of a block among which tokens are distributed."""
+        return routed_mlps(self)
+
+    @property
+    def mlp_widths(self) -> dict[str, int]:
+        """The widths of MLPs that tp shards, by their keys."""
+        if self.kind == "mlp":
+            return {"ffn": self.ffn}
+        widths = dict[str, int]()
+        for row in reversed(mlps_in(self)):
+            widths |= row.widths(self)
+        return widths
 
     def mixer(self, piece: int) -> MixerRow | None:
         """The layer between tokens of a decoder's block; None for other pieces."""
@@ -501,7 +446,7 @@ class Shape(AdapterSizes, MtpKeys, MixerKeys):
 
     @property
     def rows(self) -> tuple[PieceRow, ...]:
-        """A row for each piece, with its weights. Blocks with experts are whole."""
+        """A row for each piece, with its weights. No block is in parts."""
         return shape_rows(self, apart=False)
 
     @property
@@ -544,7 +489,7 @@ class Shape(AdapterSizes, MtpKeys, MixerKeys):
 
     @property
     def active(self) -> int:
-        """The elements that a token uses; only `top_k` of the routed experts count."""
+        """The elements that a token uses; only the chosen of the routed MLPs count."""
         return sum(row.active_numel(self) for row in self.rows)
 
     @classmethod

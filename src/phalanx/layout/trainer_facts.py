@@ -91,7 +91,7 @@ def _mesh(layout: Layout, experts: bool) -> Iterator[tuple[str, int]]:
         yield "replicas", replicas
         yield "shard_size", shard
     if experts:
-        yield "ep", layout.expert_ranks
+        yield "ep", layout.ep_ranks
         # Ranks of tp inside an expert: one if they share whole experts.
         yield "etp", 1 if "tp" in layout.experts else layout.tp
 

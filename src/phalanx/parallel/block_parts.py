@@ -20,13 +20,11 @@ def cut_blocks(model: Model, layout: Layout) -> Model:
     for name, piece in model.pieces:
         if type(piece) is ExpertBlock:
             parts = (
-                piece.parts()
-                if layout.experts_apart
-                else (piece.with_losses(),)
+                piece.parts() if layout.parts_apart else (piece.with_losses(),)
             )
             pieces += [(name, part) for part in parts]
             continue
-        if layout.experts_apart and not isinstance(piece, ExpertsPart):
+        if layout.parts_apart and not isinstance(piece, ExpertsPart):
             _refuse_hidden_experts(name, piece, layout)
         pieces.append((name, piece))
     changed = tuple(pieces) != tuple(model.pieces)

@@ -448,7 +448,7 @@ def _piece(
         compiled=compiled,
         exact=layout.exact > 0,
         time_parts=own_time_parts(layout),
-        expert_ranks=layout.expert_ranks,
+        ep_ranks=layout.ep_ranks,
     )
 
 

@@ -416,7 +416,7 @@ class Piece:
         compiled: CompiledModule | None = None,
         exact: bool = False,
         time_parts: int = 0,
-        expert_ranks: int = 1,
+        ep_ranks: int = 1,
     ) -> None:
         self.module, self.units, self.takes = (
             module,
@@ -432,7 +432,7 @@ class Piece:
             offloads,
         )
         self.compiled, self.exact = compiled, exact
-        self.expert_ranks = expert_ranks
+        self.ep_ranks = ep_ranks
         # Saved tensors are replaced only where units are dropped, or for offloading.
         self.packs = offloads or any(not unit.resident for unit in units)
         self.kept: dict[int, _Kept] = {}
@@ -496,7 +496,7 @@ class Piece:
 
         self._join_products(factors)
         if time_parts:
-            run_in_time(module, self.owners, time_parts, expert_ranks)
+            run_in_time(module, self.owners, time_parts, ep_ranks)
 
     def _of_run(
         self, child: ExpertProducts
@@ -519,13 +519,13 @@ class Piece:
         """Give experts the layout's matmul, and weight gradients without temporaries."""
         unit, _ = self.owners[experts.up]
         # `exact` multiplies the tokens of each sender apart, by frozen weights too.
-        if self.exact and self.expert_ranks > 1:
+        if self.exact and self.ep_ranks > 1:
             frozen = unit.frozen
             of_run = _same_weight if frozen else self._of_run(experts)
             experts.weight_of_run = of_run
         matmul: EightBits | None = None
         given = unit.precision.matmul
-        if isinstance(given, EightBits) and given.traits.experts:
+        if isinstance(given, EightBits) and given.traits.routed:
             matmul = given
             experts.grouped_kernels = False
         if unit.plain or self.compiled or self.exact:

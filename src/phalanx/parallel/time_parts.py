@@ -245,11 +245,11 @@ class MergeInTime:
 
 
 def run_in_time(
-    module: nn.Module, owners: Owners, count: int, expert_ranks: int
+    module: nn.Module, owners: Owners, count: int, ep_ranks: int
 ) -> None:
     """Make a piece run on each of this rank's `count` parts of time.
 
-    `expert_ranks` share the experts.
+    `ep_ranks` share the experts.
     """
     if isinstance(module, ExpertsPart):
         return  # it gets a run of tokens for each part
@@ -267,7 +267,7 @@ def run_in_time(
         elif isinstance(child, Experts):
             own.with_terms = ExpertsInTime(child, within, count)
         elif isinstance(child, Sending):
-            own.forward = SendingInTime(child, within, count, expert_ranks)
+            own.forward = SendingInTime(child, within, count, ep_ranks)
         elif isinstance(child, Merge):
             own.forward = MergeInTime(child, count)
         elif any(True for _ in child.parameters()):

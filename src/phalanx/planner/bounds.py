@@ -123,11 +123,9 @@ def _units(space: Space, options: Options) -> tuple[Units, ...]:
 _SECONDS = ("forward", "backward", "input_gradient", "recompute")
 _HELD = (
     "kept", "kept_after_i", "temporary", "input", "selected", "repeated",
-    "weights", "frozen", "experts",
+    "weights", "frozen", "routed",
 )  # fmt: skip
-_SENT = (
-    "exchanged"  # bytes of one exchange of tokens between ranks with experts
-)
+_SENT = "exchanged"  # bytes of one exchange of tokens between ranks that share MLPs
 _PLACE = {name: place for place, name in enumerate((*_SECONDS, *_HELD, _SENT))}
 
 
@@ -249,7 +247,7 @@ def _numbers(piece: PieceTimes) -> list[float]:
 
 def exchanged_bytes(piece: PieceTimes) -> float:
     """Bytes of one exchange of a block's tokens; 0 if they stay on their rank."""
-    # The experts are the second of three pieces.
+    # The routed MLPs are the second of three pieces.
     return piece.parts[1].cost.edge if piece.parts else 0.0
 
 
@@ -268,10 +266,10 @@ def exchanges(
     A forward counts tokens, sends them, and gets them back; a backward sends both
     gradients. `beside` is recomputation that may run meanwhile.
     """
-    if not edge or layout.expert_ranks == 1:
+    if not edge or layout.ep_ranks == 1:
         return Exchanges()
     routes, exchanged = exchange_seconds(
-        layout, request.shape.experts, request.hardware, edge
+        layout, request.shape.routed.count, request.hardware, edge
     )
     # Where pieces are frozen, some gradients need not be sent.
     back = 0.0 if request.shape.frozen else max(0.0, 2 * exchanged - beside)
@@ -329,10 +327,10 @@ class _Numbers:
             weights - frozen
             for weights, frozen in zip(self.weights, self.frozen, strict=True)
         ]
-        # Routed experts are trained or frozen as their block is; frozen ones
+        # Routed MLPs are trained or frozen as their block is; frozen ones
         # take no sums.
-        experts = zip(numbers("experts"), self.frozen, strict=True)
-        self.experts = [routed * (not frozen) for routed, frozen in experts]
+        routed = zip(numbers("routed"), self.frozen, strict=True)
+        self.routed = [count * (not frozen) for count, frozen in routed]
         part = of_inners(lambda name: name == "selective") > 0
         self.input = [
             np.where(part, array(kind, "selected"), array(kind, "input"))
@@ -419,7 +417,7 @@ class CollectiveTimes:
 
 
 def _collectives(units: Sequence[Units], numbers: _Numbers) -> CollectiveTimes:
-    kinds = zip(numbers.trained, numbers.frozen, numbers.experts, strict=True)
+    kinds = zip(numbers.trained, numbers.frozen, numbers.routed, strict=True)
     each = np.array(
         [
             [unit.of(trained - routed, frozen, routed) for unit in units]
@@ -673,7 +671,7 @@ def _memory(
             numbers.trained,
             numbers.frozen,
             numbers.weights,
-            numbers.experts,
+            numbers.routed,
         )
     )
     # A frozen embedding has no backward, and is dropped after its last forward.
@@ -683,11 +681,11 @@ def _memory(
     held = []
     for zero, unit in zip(options.zeros, units, strict=True):
         shards = unit.shards if zero.stage else 1.0
-        # Ranks of ep do not share experts, so these have fewer shards.
-        expert_shards = shards / options.grid.ep if zero.stage else 1.0
-        # `held_bytes` divides by all shards, so elements of experts, in fewer
+        # Ranks of ep hold different MLPs, so these have fewer shards.
+        routed_shards = shards / options.grid.ep if zero.stage else 1.0
+        # `held_bytes` divides by all shards, so elements of routed MLPs, in fewer
         # shards, count several times.
-        cut = trained + (shards / expert_shards - 1) * routed
+        cut = trained + (shards / routed_shards - 1) * routed
         each = held_bytes(unit.layout, profile.state)
         always = (
             cut * each.optimizer + trained * each.weight + frozen * each.frozen
@@ -701,7 +699,7 @@ def _memory(
         )
         if reduced:
             # In addition to the shards, which exist from a unit's first sum.
-            fewest = expert_shards if any(numbers.experts) else shards
+            fewest = routed_shards if any(numbers.routed) else shards
             beside = profile.reduce_bytes - profile.gradient_bytes / fewest
             sums = (
                 np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing

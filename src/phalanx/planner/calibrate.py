@@ -112,7 +112,7 @@ class CostedRun:
             return self.step
         priced = self.priced(numbers)
         # A block is several pieces of the program.
-        if self.run.case.layout.experts_apart:
+        if self.run.case.layout.parts_apart:
             return _PricedPath(self, _by_piece(longest(priced)))
         costs = priced.costs()
         # by kind of piece and of computation

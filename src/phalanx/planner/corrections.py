@@ -190,10 +190,10 @@ class Tokens(NamedTuple):
 
     @property
     def gated(self) -> float:
-        """Features of a gated MLP's product for each token, outside of routed experts."""
+        """Features of a gated MLP's product for each token, outside of routed MLPs."""
         shape = self.shape
         if self.sparse:
-            return shape.expert_ffn * shape.shared_experts
+            return shape.routed.beside
         return shape.ffn
 
     @property
@@ -203,8 +203,8 @@ class Tokens(NamedTuple):
 
     @property
     def routed(self) -> float:
-        """Copies of a token that this rank's experts take."""
-        return self.shape.top_k * self.busy
+        """Copies of a token that this rank's routed MLPs take."""
+        return self.shape.routed.chosen * self.busy
 
 
 def fuses_gated_mlp(
@@ -308,7 +308,7 @@ def keeps_narrow_inputs(
 # ---- for the parts of a block with experts
 
 
-def fuses_experts(
+def fuses_routed_mlps(
     work: PieceWork, software: Software, of: Tokens
 ) -> PieceWork:
     """Run routed experts as `fuses_gated_mlp` and `keeps_narrow_inputs` say.
@@ -316,9 +316,9 @@ def fuses_experts(
     The tokens that arrive have no other reader than the experts' first products.
     """
     shape, profile = of.shape, software.profile
-    less = _gated_mlp(software, of) * shape.expert_ffn
+    less = _gated_mlp(software, of) * shape.routed.width
     if profile.narrow_inputs and of.narrow:
-        product = 0.0 if profile.drops_product else shape.expert_ffn
+        product = 0.0 if profile.drops_product else shape.routed.width
         less += (shape.hidden * of.copies + product) / software.width
     return _keeps(work, software, of, -less * of.routed)
 
@@ -333,11 +333,11 @@ def weighs_results_early(
     """
     if not software.profile.fused_experts:
         return work
-    results = of.shape.top_k * of.shape.hidden * of.copies
+    results = of.shape.routed.chosen * of.shape.hidden * of.copies
     return _keeps(work, software, of, -results)
 
 
-def leaves_experts_alone(
+def leaves_routed_alone(
     work: PieceWork, software: Software, of: Tokens
 ) -> PieceWork:
     """Recompute nothing of the experts under selective recomputation.
@@ -491,10 +491,10 @@ BLOCK: Sequence[OfTokens] = (
     moves_norm_copies,
     keeps_narrow_inputs,
 )
-EXPERTS: Sequence[OfTokens] = (fuses_experts, leaves_experts_alone)
-COMBINE: Sequence[OfTokens] = (weighs_results_early, leaves_experts_alone)
+ROUTED: Sequence[OfTokens] = (fuses_routed_mlps, leaves_routed_alone)
+COMBINE: Sequence[OfTokens] = (weighs_results_early, leaves_routed_alone)
 # A block with experts in one piece.
-WHOLE: Sequence[OfTokens] = (*BLOCK, fuses_experts, weighs_results_early)
+WHOLE: Sequence[OfTokens] = (*BLOCK, fuses_routed_mlps, weighs_results_early)
 HEAD: Sequence[OfTokens] = (makes_loss,)
 EVERY_PIECE: Sequence[OfPiece] = (
     gathers_columns_again,

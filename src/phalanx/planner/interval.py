@@ -41,7 +41,7 @@ BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL = (
     "attention",
     "matmul",
 )
-NARROW, EXPERTS, SCALE, TENSOR = "narrow", "experts", "scale", "tensor"
+NARROW, ROUTED, SCALE, TENSOR = "narrow", "experts", "scale", "tensor"
 MESSAGES, OFFLOAD, MACHINE, OWN = "messages", "offload", "machine", "own"
 CAUSES = (
     *(
@@ -51,7 +51,7 @@ CAUSES = (
         ATTENTION,
         MATMUL,
         NARROW,
-        EXPERTS,
+        ROUTED,
         SCALE,
         TENSOR,
         MESSAGES,
@@ -143,7 +143,7 @@ def amounts(
         MACHINE: float(hardware.measured),
         SOFTWARE: 0.0 if profile.known else 1.0,
         NARROW: float(dtype in NARROW_FORMATS),
-        EXPERTS: float(case.shape.experts > 0),
+        ROUTED: float(case.shape.routed.count > 0),
         # In doublings: of the number of devices, and of tp beyond one server.
         SCALE: max(0.0, math.log2(layout.ranks / _DEVICES)),
         TENSOR: max(0.0, math.log2(layout.tp / hardware.node)),
@@ -245,7 +245,7 @@ def _texts(
         ATTENTION: f"the speed of {profile.attention} attention on {title} is estimated, not measured",
         MATMUL: f"the speed of {format_} matmuls on {title} is estimated, not measured",
         NARROW: f"matmuls in {format_} gain less in some models than in others",
-        EXPERTS: "few runs with experts are published, and tokens are assumed to spread evenly",
+        ROUTED: "few runs with experts are published, and tokens are assumed to spread evenly",
         SCALE: f"slow ranks and a shared network among {layout.ranks:,} devices are not simulated",
         TENSOR: f"tp{layout.tp} sends every block's messages between servers of {hardware.node}",
         MESSAGES: f"{waits:.0%} of the step waits for messages, whose speed differs between clusters",

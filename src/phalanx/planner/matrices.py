@@ -29,7 +29,7 @@ Matrices = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
 
 def row_matrices(row: PieceRow) -> Matrices:
-    """The trained matrices of a piece: those of dense weights, and those of experts."""
+    """The trained matrices of a piece: those of dense weights, and those of routed MLPs."""
     trained = [weight for weight in row.weights if weight.trained]
     dense = (
         sides
@@ -37,7 +37,7 @@ def row_matrices(row: PieceRow) -> Matrices:
         if not weight.routed
         for sides in weight.matrices
     )
-    # Expert by expert, each with all of its matrices: an expert is never divided among
+    # MLP by MLP, each with all of its matrices: a routed MLP is never divided among
     # owners.
     every = (
         weight.matrices
@@ -47,7 +47,7 @@ def row_matrices(row: PieceRow) -> Matrices:
     routed = zip(*every, strict=True)
     return (
         tuple((into, out) for out, into in dense),
-        tuple((into, out) for expert in routed for out, into in expert),
+        tuple((into, out) for each in routed for out, into in each),
     )
 
 
@@ -62,13 +62,13 @@ def _groups(
     dense, routed = matrices
     # Whole experts are owned: the fullest rank of experts has the rounded-up
     # share.
-    stage, own = x.ranks // x.pp, routed[: -(-len(routed) // x.expert_ranks)]
+    stage, own = x.ranks // x.pp, routed[: -(-len(routed) // x.ep_ranks)]
     cut = max(1, x.shards // x.copies_sharing) * (
-        1 if "tp" in x.experts else x.tp
+        1 if "tp" in x.ep_axes else x.tp
     )
     groups = [
         (dense, stage, x.shards * x.tp),
-        (own, stage // x.expert_ranks, cut),
+        (own, stage // x.ep_ranks, cut),
     ]
     return [group for group in groups if group[0]]
 

@@ -29,8 +29,8 @@ from .corrections import (
     ADDING,
     BLOCK,
     COMBINE,
-    EXPERTS,
     HEAD,
+    ROUTED,
     WHOLE,
     Software,
     Tokens,
@@ -398,7 +398,7 @@ def parts_of(
 ) -> ByKind[PieceParts]:
     """The kinds of a case's pieces as software with the profile's facts runs them.
 
-    The experts of this rank receive `busy` times the mean number of tokens.
+    The routed MLPs of this rank receive `busy` times the mean number of tokens.
     """
     # The layout's narrower products are those of blocks. The head keeps its precision.
     dtype = case.dtype or (
@@ -406,8 +406,8 @@ def parts_of(
     )
     software = Software(profile, cut)
     narrow = case.dtype in NARROW or bool(cut.matmul)
-    narrow_experts = case.dtype in NARROW or (
-        bool(cut.matmul) and MATMULS[cut.matmul].experts
+    narrow_routed = case.dtype in NARROW or (
+        bool(cut.matmul) and MATMULS[cut.matmul].routed
     )
 
     def priced(
@@ -422,25 +422,25 @@ def parts_of(
     def block(kind: CostedPiece) -> PieceParts:
         if len(kind.parts) == 1:
             cost = kind(case.rows)
-            sparse = cost.experts > 0
+            sparse = cost.routed > 0
             tokens = Tokens.of(case, cut, sparse=sparse, narrow=narrow)
             cost = of_tokens(
                 WHOLE if sparse else BLOCK, cost, software, tokens
             )
             return priced(cost, dtype, kind)
         tokens = Tokens.of(case, cut, sparse=True, narrow=narrow)
-        routed = Tokens.of(
-            case, cut, sparse=True, narrow=narrow_experts, busy=busy
+        arrived = Tokens.of(
+            case, cut, sparse=True, narrow=narrow_routed, busy=busy
         )
-        # Only the experts, the second of three parts, receive more tokens than on other
+        # Only the routed MLPs, the second of three parts, receive more tokens than on other
         # ranks.
         rows = case.rows, case.rows * busy, case.rows
-        attention, experts, combine = (
+        attention, inside, combine = (
             part(n) for part, n in zip(kind.parts, rows, strict=True)
         )
         costs = (
             of_tokens(BLOCK, attention, software, tokens),
-            of_tokens(EXPERTS, experts, software, routed),
+            of_tokens(ROUTED, inside, software, arrived),
             of_tokens(COMBINE, combine, software, tokens),
         )
         parts = (

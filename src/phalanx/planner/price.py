@@ -41,7 +41,7 @@ from .profile import SoftwareProfile
 # bytes per second of host memory for each device: assumed, 300 GB/s for eight
 _HOST = 40e9
 _NUMBER = 8.0  # bytes of one number that ranks agree on
-_CHOICE = 4.0  # bytes of one count of an expert's choices
+_CHOICE = 4.0  # bytes of one count of choices
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes per parameter
 
 
@@ -63,9 +63,9 @@ def distance(layout: Layout, part: str) -> int:
     return stride
 
 
-def nearest(layout: Layout, *, experts: bool = False) -> int:
+def nearest(layout: Layout, *, routed: bool = False) -> int:
     """The distance between the nearest ranks with copies of a weight."""
-    apart = layout.expert_axes if experts else ()
+    apart = layout.ep_axes if routed else ()
     axes = (
         axis
         for axis in ("cp", "ep")
@@ -78,22 +78,22 @@ def nearest(layout: Layout, *, experts: bool = False) -> int:
 
 
 def exchange_seconds(
-    layout: Layout, experts: int, hardware: Hardware, edge: float
+    layout: Layout, mlps: int, hardware: Hardware, edge: float
 ) -> tuple[float, float]:
     """Seconds to exchange token counts, and to exchange `edge` bytes of tokens."""
     # The distance along the nearest of those axes.
     near = min(
         (
             distance(layout, axis)
-            for axis in layout.expert_axes
+            for axis in layout.ep_axes
             if layout.mesh.of(axis) > 1
         ),
         default=1,
     )
-    # The first message has one count for each expert.
+    # The first message has one count for each routed MLP.
     routes, exchanged = (
-        hardware.network.seconds("all_to_all", sent, layout.expert_ranks, near)
-        for sent in (_NUMBER * experts, edge)
+        hardware.network.seconds("all_to_all", sent, layout.ep_ranks, near)
+        for sent in (_NUMBER * mlps, edge)
     )
     return routes / hardware.crowding, exchanged / hardware.crowding
 
@@ -119,7 +119,7 @@ class Units:
         self.layout, self.hardware, self.profile = layout, hardware, profile
         self.shards = float(mesh.of("dp.shard") * x.cp * x.ep)
         self.replicas = mesh.of("dp.replicate")
-        self.near = [nearest(x), nearest(x, experts=True)]
+        self.near = [nearest(x), nearest(x, routed=True)]
         self.far = distance(x, "dp.replicate")
         # The two ends that share a weight are as far apart as two halves of a pipeline.
         self.ends = distance(x, "pp") * x.pp / 2
@@ -130,21 +130,21 @@ class Units:
         self,
         numbers: float,
         frozen: float = 0.0,
-        experts: float = 0.0,
+        routed: float = 0.0,
         narrow: float = 0.0,
     ) -> UnitTimes:
-        """The times of a unit with so many trained, frozen and expert elements.
+        """The times of a unit with so many trained, frozen and routed elements.
 
-        Experts are a unit of their own on fewer ranks. `narrow` of the trained and
+        Routed MLPs are a unit of their own on fewer ranks. `narrow` of the trained and
         frozen elements are gathered in 8 bits. A collective that the elements do not
         need takes 0 s.
         """
         found = self._of(numbers, frozen, narrow, self.shards, self.near[0])
-        if experts:
+        if routed:
             n = self.shards / self.layout.copies_sharing
-            routed = self._of(experts, 0.0, 0.0, n, self.near[1])
+            apart = self._of(routed, 0.0, 0.0, n, self.near[1])
             found = UnitTimes(
-                *(a + b for a, b in zip(found, routed, strict=True))
+                *(a + b for a, b in zip(found, apart, strict=True))
             )
         return found
 
@@ -262,9 +262,9 @@ class PricedPiece(NamedTuple):
         return self.times.cost.weights - self.frozen
 
     @property
-    def trained_experts(self) -> float:
-        """Trained elements that belong to experts; 0 for a piece with frozen weights."""
-        return 0.0 if self.frozen else self.times.cost.experts
+    def trained_routed(self) -> float:
+        """Trained elements that belong to routed MLPs; 0 for a piece with frozen weights."""
+        return 0.0 if self.frozen else self.times.cost.routed
 
 
 @dataclass(frozen=True)
@@ -309,8 +309,8 @@ class Priced:
         if not x.gathers_in_8_bits or (piece.frozen and x.zero < 3):
             return 0.0
         numbers = sum(weight.numel for weight in row.weights if weight.narrow)
-        # Tensor parallelism divides the matrices; routed experts do not count.
-        return min(numbers / x.tp, cost.weights - cost.experts)
+        # Tensor parallelism divides the matrices; routed MLPs do not count.
+        return min(numbers / x.tp, cost.weights - cost.routed)
 
     def _at_an_end(self, row: PieceRow) -> bool:
         """True for the embedding and the head."""
@@ -365,15 +365,15 @@ class Priced:
             pieces[ops.UPDATE, n] += took.update
             pieces[ops.TO_OWNERS, n] = took.to_owners * alone
             pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
-        for n in self.staged.experts:
-            # Tokens that arrive at the experts go back: a busy rank sends back more
+        for n in self.staged.receivers:
+            # Tokens that arrive at the routed MLPs go back: a busy rank sends back more
             # than its own.
             edge = self.pieces[n].times.cost.edge
             routes, exchanged = exchange_seconds(
-                x, shape.experts, hardware, edge
+                x, shape.routed.count, hardware, edge
             )
             pieces[ops.COUNT_ROUTES, n] = routes
-            # Dispatch to the experts, and combination in the piece after them.
+            # Dispatch to the routed MLPs, and combination in the piece after them.
             for to in (n, n + 1):
                 pieces[ops.EXCHANGE, to] = pieces[
                     ops.EXCHANGE_GRADIENT, to
@@ -401,7 +401,7 @@ class Priced:
         return Costs({}, pieces)
 
     def _sum_of_choices(self, row: PieceRow) -> float:
-        """Seconds of adding up the choices of experts over ranks.
+        """Seconds of adding up the choices of tokens over ranks.
 
         These ranks have other tokens of the same sequences, or of the batch.
         """
@@ -415,11 +415,14 @@ class Priced:
         near = 1 if over_tp > 1 else nearest(x)
         total = 0.0
         if row.sequence_loss:
-            size = _CHOICE * self.case.rows * shape.experts
+            size = _CHOICE * self.case.rows * shape.routed.count
             total += seconds("all_reduce", size, x.cp * over_tp, near)
         if row.batch_loss:
             total += seconds(
-                "all_reduce", _CHOICE * shape.experts, x.copies * over_tp, near
+                "all_reduce",
+                _CHOICE * shape.routed.count,
+                x.copies * over_tp,
+                near,
             )
         return total
 
@@ -434,13 +437,13 @@ class Priced:
         self, piece: PricedPiece, units: Units, alone: float, slower: float
     ) -> dict[str, float]:
         x, host = self.case.layout, self.hardware.host
-        t, experts, narrow = (
+        t, routed, narrow = (
             piece.times,
-            piece.trained_experts,
+            piece.trained_routed,
             self._narrow(piece),
         )
-        own = piece.trained - experts
-        unit = units.of(own, piece.frozen, experts, narrow)
+        own = piece.trained - routed
+        unit = units.of(own, piece.frozen, routed, narrow)
         part = x.recompute == "selective" and not self._at_an_end(piece.row)
         whole = x.recompute in ("none", "selective")
         kept = (
@@ -544,13 +547,13 @@ class Priced:
             """Bytes of this rank's shard of the trained weights.
 
             Experts are divided into fewer shards than other weights, as ranks hold
-            different experts.
+            different MLPs.
             """
-            # Ranks of ep hold different experts, so each expert has fewer
+            # Ranks of ep hold different MLPs, so each has fewer
             # shards.
             more = layout.copies_sharing - 1 if layout.zero else 0
             return tuple(
-                size * (p.trained + more * p.trained_experts)
+                size * (p.trained + more * p.trained_routed)
                 for p in self.pieces
             )
 

@@ -236,7 +236,7 @@ class Space:
     def _grids(self) -> Iterator[Grid]:
         r = self.request
         s, ranks = r.shape, r.hardware.ranks
-        shares = s.experts and "ep" not in r.without
+        shares = s.routed.count and "ep" not in r.without
         for tp in self.tensor:
             # Divisors ascend: a longer pipeline would have empty stages, too.
             for pp in divisors(ranks // tp):
@@ -250,11 +250,11 @@ class Space:
                         cp > 1 and not self._parts(data * cp, cp)
                     ):
                         continue
-                    # Experts are shared evenly, each whole on one rank.
+                    # Routed MLPs are shared evenly, each whole on one rank.
                     shared = (
                         d
                         for d in divisors(data)
-                        if d == 1 or (shares and not s.experts % d)
+                        if d == 1 or (shares and not s.routed.count % d)
                     )
                     for ulysses, ep in product(
                         _ulysses(cp, s.heads // tp, self.near // tp), shared
@@ -354,13 +354,11 @@ class Space:
         seqs = seqs[:1] if grid.tp in self.seq_only else seqs
         seqs = seqs if "seq" not in self.request.without else (False,)
         matmuls = ("", self.request.matmul) if self.request.matmul else ("",)
-        # Whole experts divided evenly over ranks, or a part of each expert on all ranks
+        # Whole MLPs divided evenly over ranks, or a part of each on all ranks
         # of tp.
-        even = (
-            grid.tp > 1
-            and self.request.shape.experts % (grid.ep * grid.tp) == 0
-        )
-        shared = [(), ("tp",)] if even and self.request.shape.experts else [()]
+        routed = self.request.shape.routed.count
+        even = grid.tp > 1 and routed % (grid.ep * grid.tp) == 0
+        shared = [(), ("tp",)] if even and routed else [()]
         every = (
             Inner(*each)
             for each in product(seqs, self.recomputes, matmuls, shared)
@@ -483,7 +481,7 @@ def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
 
 def blocks_of(layout: Layout, shape: Shape) -> tuple[int, ...]:
     """Blocks of each virtual stage, as the layout gives or balances them."""
-    pieces = parts_of_pieces(shape, layout.experts_apart)
+    pieces = parts_of_pieces(shape, layout.parts_apart)
     return tuple(
         # An expert block is several pieces of one block: count each block
         # once.

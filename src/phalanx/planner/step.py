@@ -205,7 +205,7 @@ class Pricer:
             r = self.request
             case, busy = (
                 Case(r.shape, cut, rows, r.sequence),
-                r.routing.busiest(cut.expert_ranks),
+                r.routing.busiest(cut.ep_ranks),
             )
             parts = parts_of(
                 self.pieces[cut], case, r.hardware, r.profile, cut, busy

@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from ..layout import Axis, Layout, Mesh, Shape, legal
@@ -20,6 +20,7 @@ from .link import Level, clusters, joined
 from .link import link as cable
 from .profile import SoftwareProfile, profile_named
 from .space import spread
+from .table_experts import named_as_routed, routed_sizes, unsized
 
 # Patterns in the order of trial: special versions of a device stand before its
 # plain name.
@@ -60,17 +61,6 @@ _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _WHERE_TO = re.compile("->|=>|→|-to-(?=cpu|host)")  # optimizer->CPU
 # In mixed precision the narrowest format counts: matmuls use it.
 _NARROWEST_FIRST = ("fp4", "fp8", "fp16", "bf16", "tf32", "fp32")
-# Sizes of experts, with the names of their columns.
-_EXPERT_COLUMNS = {
-    "experts": ("experts", "num_experts", "n_experts"),
-    "top_k": ("top_k", "topk", "moe_top_k"),
-    "expert_ffn": ("expert_ffn", "moe_ffn", "moe_ffn_hidden"),
-    "shared_experts": ("shared_experts",),
-    "dense_layers": ("dense_layers",),
-}
-_EXPERTS = (
-    r"moe|mixtral|\b\d+x\d+(\.\d+)?b|deepseek.?v[23]|-a\d+(\.\d+)?b\b|dbrx"
-)
 
 
 class CellError(MachineError):
@@ -386,9 +376,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     inner, ep = n["tp"] * n["pp"] * n["cp"], _count(fields, "ep")
     dp = _count(fields, "dp", max(1, n["gpus"] // inner))
     if dp * ep * inner == n["gpus"]:
-        dp *= (
-            ep  # the table counts ranks that share experts separately from dp
-        )
+        dp *= ep  # the table counts ranks of ep separately from dp
     if dp * inner != n["gpus"]:
         product = f"{dp} x {n['tp']} x {n['pp']} x {n['cp']} = {dp * inner}"
         raise CellError(
@@ -566,37 +554,17 @@ def _trains_adapters(row: AdapterRow, titles: str) -> bool:
 def _whole_shape(fields: Mapping[str, str]) -> Shape:
     """The model of a row, from its sizes.
 
-    If it has experts and the row lacks their sizes, the model's published shape by
-    name.
+    If it routes tokens and the row lacks the sizes for it, the model's published shape
+    by name.
     """
-    experts = {
-        ours: _first(fields, names) for ours, names in _EXPERT_COLUMNS.items()
-    }
-    if not experts["experts"] and _has_experts(fields):
+    sizes = routed_sizes(partial(_first, fields))
+    if not sizes and _routes(fields):
         return _published_shape(fields)
-    dense = _dense_shape(fields)
-    if not experts["experts"]:
-        return dense
-    if not experts["top_k"]:
-        raise MachineError(
-            "the row does not give the number of experts per token (top_k)"
-        )
-    return replace(
-        dense,
-        bias="none",
-        gated=True,
-        experts=experts["experts"],
-        top_k=experts["top_k"],
-        expert_ffn=experts["expert_ffn"],
-        shared_experts=experts["shared_experts"],
-        dense_layers=experts["dense_layers"],
-    )
+    return replace(_dense_shape(fields), **sizes)
 
 
-# "8x7b", "235b-a22b" and "mixtral" name models with experts.
-def _has_experts(fields: Mapping[str, str]) -> bool:
-    named = re.search(_EXPERTS, fields.get("model", ""), re.IGNORECASE)
-    return _count(fields, "ep") > 1 or named is not None
+def _routes(fields: Mapping[str, str]) -> bool:
+    return _count(fields, "ep") > 1 or named_as_routed(fields.get("model", ""))
 
 
 def _first(fields: Mapping[str, str], names: Sequence[str]) -> int:
@@ -617,12 +585,8 @@ def _published_shape(fields: Mapping[str, str]) -> Shape:
     }
     titles |= {_plain(name): shape for name, shape in known.items()}
     shape = titles.get(_plain(re.sub(r"\(.*?\)", " ", title)))
-    if shape is None or not shape.experts:
-        names = ", ".join(name for name, each in known.items() if each.experts)
-        raise MachineError(
-            f"model {title[:40]!r} has experts, but the row does not give their sizes: add columns"
-            f" experts, top_k and expert_ffn, or name one of {names}"
-        )
+    if shape is None or not shape.routed.count:
+        raise MachineError(unsized(title, known))
     for column, size in (("layers", shape.layers), ("hidden", shape.hidden)):
         given = _number(fields, column)
         if given and given != size:

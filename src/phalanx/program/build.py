@@ -30,7 +30,7 @@ def build(
     layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT
 ) -> Program:
     """Build the program of a layout: one training step of a model with these pieces."""
-    stages, experts = pieces.stages, pieces.experts
+    stages, receivers = pieces.stages, pieces.receivers
     refuse_vast(len(pieces) * layout.microbatches)
     # 1. The order of computing: whole virtual stages, then their pieces.
     order = _order(layout, stages, options)
@@ -47,9 +47,9 @@ def build(
     # 2. Everything else is placed around the computations, pass by pass.
     def rest(program: Program) -> Program:
         """Add everything that follows from the order of computing."""
-        if experts and (layout.overlap or first):
+        if receivers and (layout.overlap or first):
             program = passes.overlap(
-                program, stages, experts, forward_first=first
+                program, stages, receivers, forward_first=first
             )
         if "activations" in layout.offload:
             program = passes.offload_activations(program)
@@ -57,7 +57,7 @@ def build(
         program = _fed(
             layout,
             program,
-            experts,
+            receivers,
             pieces.scaled,
             at_once=options.gathers_at_once,
         )
@@ -86,7 +86,7 @@ def build(
         # A compiled backward recomputes by itself what its graph did not keep.
         inside = layout.compile and layout.recompute == "selective"
         mode = "none" if inside else layout.recompute
-        return rest(passes.recompute(program, stages, mode, experts))
+        return rest(passes.recompute(program, stages, mode, receivers))
     if options.sizes is None:
         raise ProgramError(
             "recompute:fit needs the bytes that pieces keep and a memory limit."
@@ -121,7 +121,7 @@ def _order(
 def _fed(
     layout: Layout,
     program: Program,
-    experts: Collection[int],
+    receivers: Collection[int],
     scaled: Collection[int],
     *,
     at_once: bool = True,
@@ -133,7 +133,7 @@ def _fed(
     scales to agree on.
     """
     program, away = (
-        passes.messages(passes.exchange(program, experts)),
+        passes.messages(passes.exchange(program, receivers)),
         {*layout.offload},
     )
     if layout.zero or "weights" in away:
@@ -158,8 +158,8 @@ def forward_only(program: Program, layout: Layout) -> Program:
     bare = program.with_rows(
         [op for op in row if op.kind == FORWARD] for row in program.rows
     )
-    experts = _pieces_with(program, COUNT_ROUTES)
-    bare = _fed(layout, bare, experts, _pieces_with(program, AGREE_SCALES))
+    receivers = _pieces_with(program, COUNT_ROUTES)
+    bare = _fed(layout, bare, receivers, _pieces_with(program, AGREE_SCALES))
     return bare.with_rows((Op(COUNT), *row) for row in bare.rows)
 
 

@@ -118,7 +118,7 @@ class PieceCost:
     edge: float = 0.0  # bytes of its output, as sent to the next stage
     selected: float = 0.0  # bytes kept until P, the input included
     frozen: float = 0.0  # elements of `weights` that are not trained
-    experts: float = 0.0  # elements of `weights` that ep shards
+    routed: float = 0.0  # elements of `weights` that ep shards
     # Bytes derived from a microbatch that it shares with other pieces.
     derived: float = 0.0
 
@@ -149,7 +149,7 @@ def joined(parts: Sequence[PieceCost]) -> PieceCost:
 class CostedPiece:
     """The cost of one kind of piece as a function of a microbatch's rows.
 
-    `parts` are the costs of its pieces in the program: three for a block whose experts
+    `parts` are the costs of its pieces in the program: three for a block whose MLPs
     are apart.
     """
 

@@ -59,12 +59,12 @@ def recompute(
     program: Program,
     stages: Sequence[range],
     mode: str,
-    experts: Collection[int] = (),
+    receivers: Collection[int] = (),
 ) -> Program:
     """Insert recomputation, by mode: `none`, `all`, `every=C`, `sqrt` or `selective`.
 
     With `all`, `every=C` and `sqrt`, pieces keep nothing but each segment's first
-    input, and a segment is recomputed once, before its backward. A block with `experts`
+    input, and a segment is recomputed once, before its backward. A block with `receivers`
     counts as one piece. With `selective`, pieces keep what is expensive and recompute
     the rest; the first and the last piece, which are no blocks, keep everything.
     """
@@ -77,7 +77,7 @@ def recompute(
         return _with_segments(
             program, [segments] * len(program.rows), ops.RECOMPUTE_PART
         )
-    segments, inside = [], {*experts, *(piece + 1 for piece in experts)}
+    segments, inside = [], {*receivers, *(piece + 1 for piece in receivers)}
     for stage in stages:
         # Segments begin at every `length`-th piece that may begin one.
         begins = [piece for piece in stage if piece not in inside]
@@ -190,7 +190,7 @@ def offload_activations(program: Program) -> Program:
 def overlap(
     program: Program,
     stages: Sequence[range],
-    experts: Collection[int],
+    receivers: Collection[int],
     *,
     forward_first: bool,
 ) -> Program:
@@ -204,8 +204,8 @@ def overlap(
     stage_of = {
         piece: number for number, stage in enumerate(stages) for piece in stage
     }
-    # Pieces that take tokens of other ranks: the experts, and those behind them.
-    into = {*experts, *(piece + 1 for piece in experts)}
+    # Pieces that take tokens of other ranks, and those behind them.
+    into = {*receivers, *(piece + 1 for piece in receivers)}
     wanted = (
         (ops.FORWARD, ops.BACKWARD)
         if forward_first
@@ -254,23 +254,23 @@ def _travels(run: Sequence[Op], into: Collection[int]) -> list[list[Op]]:
     return parts
 
 
-def exchange(program: Program, experts: Collection[int]) -> Program:
-    """Insert the exchanges of tokens to `experts` and back, and of their gradients.
+def exchange(program: Program, receivers: Collection[int]) -> Program:
+    """Insert the exchanges of tokens to `receivers` and back, and of their gradients.
 
     Each follows the operation that produces its input. Before the first, ranks exchange
     token counts.
     """
-    if not experts:
+    if not receivers:
         return program
-    into = {*experts, *(piece + 1 for piece in experts)}
+    into = {*receivers, *(piece + 1 for piece in receivers)}
     rows = []
     for row in program.rows:
         out: list[Op] = []
         for op in row:
             out.append(op)
             if op.kind == ops.FORWARD and op.piece + 1 in into:
-                # Into the experts go counts and tokens, out of them tokens alone.
-                kinds = [ops.COUNT_ROUTES] * (op.piece + 1 in experts) + [
+                # Into the receivers go counts and tokens, out of them tokens alone.
+                kinds = [ops.COUNT_ROUTES] * (op.piece + 1 in receivers) + [
                     ops.EXCHANGE
                 ]
                 out += [Op(kind, op.piece + 1, op.index) for kind in kinds]
@@ -281,7 +281,7 @@ def exchange(program: Program, experts: Collection[int]) -> Program:
 
 
 def sum_choices(program: Program, pieces: Collection[int]) -> Program:
-    """Insert the sums of expert choices after the forward of each of these pieces.
+    """Insert the sums of choices after the forward of each of these pieces.
 
     Their backward needs the sums, for the losses of routers.
     """

@@ -266,7 +266,7 @@ def install(
         # The narrow matrices of adapters keep the compute dtype.
         thin = in_adapters(block)
         for module in block.modules():
-            if isinstance(module, ExpertMlps) and rounding.traits.experts:
+            if isinstance(module, ExpertMlps) and rounding.traits.routed:
                 module.product = partial(_of_expert, rounding)
             if isinstance(module, nn.Linear) and module not in thin:
                 own: Any = module

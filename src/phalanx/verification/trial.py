@@ -206,7 +206,7 @@ class _Tracer:
         self.breaches: list[str] = []
         self.parts = layout.tp if layout.seq else 1
         self.times = max(1, own_time_parts(layout))
-        self.expert_ranks = layout.expert_ranks
+        self.ep_ranks = layout.ep_ranks
         self.tp = local.coordinates["tp"]
         # Under tp without seq every rank has the same outputs, and the first rank
         # records them.
@@ -283,7 +283,7 @@ class _Tracer:
         experts = torch.arange(counts.shape[1], device=counts.device)
         experts = experts.expand_as(counts)
         by_rank = (
-            in_runs(x, self.expert_ranks).flatten() for x in (experts, counts)
+            in_runs(x, self.ep_ranks).flatten() for x in (experts, counts)
         )
         # Entry i of `order` is the source of the i-th row; its inverse gives each
         # token's expert.
