@@ -22,6 +22,8 @@ from torch_audit.report import verdict_text
 from torch_audit.runs import load
 from torch_audit.where import Begins, where
 
+# One worker runs the file, so that its programs are recorded once.
+pytestmark = pytest.mark.long_file
 ROOT = Path(__file__).parents[2]
 TWO_RANKS = [
     "ddp", "fsdp2", "tp", "tp/dropout", "tp_sequence", "cp", "pipeline", "experts",
