@@ -20,6 +20,7 @@ from .run import CLASS, Checkpoints, Metrics, Run, Training, Validation
 from .shape import HUB, Shape
 
 TOKENS, STEPS, WORDS = 24, 5, 257
+SAVED, KEPT = 2, 2  # steps between checkpoints, and checkpoints that are kept
 _HEAD = 8  # features of a head
 # Keys of a shape that a run sets outside its model.
 _OF_THE_RUN = (
@@ -182,7 +183,9 @@ def small_run(
         out=out,
         **_small_adapters(run, small),
         optimizer=replace(o, warmup_steps=warmup, decay_steps=decay),
-        checkpoint=Checkpoints(every=0, at_end=False),
+        checkpoint=Checkpoints(
+            every=SAVED, keep=KEPT, asynchronous=run.checkpoint.asynchronous
+        ),
         # Restarts and copies in memory do not change the numbers.
         train=Training(),
         metrics=Metrics(every=1),

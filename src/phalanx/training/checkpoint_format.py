@@ -710,10 +710,13 @@ def faults(
             headers[number] = read_header(folder, manifest.files[number].name)
         except CheckpointError as error:
             wrong.append(str(error))
+    # What no shard of the manifest names: another shard was read in its place.
+    unnamed = {number: {*entries} for number, entries in headers.items()}
     for tensor in manifest.tensors:
         for shard in (s for s in tensor.shards if s.file in headers):
             count = shard.stop - shard.start
             entry, offset = headers[shard.file].get(shard.key, (None, 0))
+            unnamed[shard.file].discard(shard.key)
             # The manifest and the file's own header must tell the same.
             there = (
                 (entry.dtype, math.prod(entry.shape), offset)
@@ -725,6 +728,9 @@ def faults(
                     f"{path / manifest.files[shard.file].name}: {shard.key} is not stored as the"
                     f" manifest says: {count} elements of {tensor.dtype} at byte {shard.offset:,}."
                 )
+    for number, keys in unnamed.items():
+        file = path / manifest.files[number].name
+        wrong += [f"{file}: the manifest has no {key[:80]}." for key in sorted(keys)[:1]]
     return wrong
 
 

@@ -59,6 +59,7 @@ from .reference import Forward, PlainForward, Trace
 from .replay import can_be_replayed, replay, rounding_of
 from .rows import rows_differ
 from .run_data import write_documents
+from .saved import add_broken, kept_faults, saved_faults, undetected
 from .trial import (
     TOKEN,
     Observed,
@@ -83,6 +84,7 @@ from .verify import (
 )
 
 STOPPED = 3  # steps before the run is stopped, to resume in another layout
+BROKEN = STEPS + 1  # step of a damaged checkpoint that the second start finds
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
         "batches with the documents they are cut from",
         "an epoch's end",
         f"a stop after step {STOPPED} and a resume as {str(resumed) or 'one rank'}",
+        f"checkpoints of steps {STOPPED - 1} to {STEPS}, and damage to one of them",
         f"the journal's loss, norm, rate, tokens{', FLOPs' * (not run.own)} and validation",
     ]
     covered += [f"dropout {few.dropout:g}"] * bool(few.dropout)
@@ -322,17 +325,21 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     wrong_row = wrong_row or next(_batch_faults(run), "")
     if claim := wrong_row or false_claim(first, program, long):
         return Verdict(str(first), first.ranks, False, math.inf, claim)
+    wrong: list[str] = []
     try:
         # The first start ends at STOPPED, the second resumes there.
         stopped = _start(run, first, worlds, setting)
-        ended = _start(run, second, worlds, setting)
         before = join([rank.seen for rank in stopped], STOPPED)
+        wrong += _saved(run, before, STOPPED, damaged=precision == FP64)
+        add_broken(run.checkpoints, STOPPED, BROKEN)
+        ended = _start(run, second, worlds, setting)
         after = join([rank.seen for rank in ended], STEPS - STOPPED)
+        wrong += _saved(run, after, STEPS)
     except Exception as error:  # any error of the ranks is the verdict
         return failed(first, error)
     verdict = judge(first, _one_training(before, after), truth, setting)
     # Faults that equal values of both starts would not show.
-    wrong = [
+    wrong += [
         *_resume_faults(before, after),
         *_skip_faults(before, after),
         *_journal_faults(run, before, after),
@@ -435,6 +442,25 @@ def _resume_faults(before: Trace, after: Trace) -> Iterator[str]:
         # To the bit, as nothing is computed between saving and loading.
         if not torch.equal(after.start[name], saved):
             yield f"step {STOPPED}: the resumed {name} is not the one that was saved"
+
+
+def _saved(
+    run: Run, trace: Trace, step: int, *, damaged: bool = False
+) -> Iterator[str]:
+    """Describe mistakes in the checkpoints of a start that ends at `step`. Each start
+    saves in its middle and at its end.
+
+    With `damaged`, the last one is also damaged in many ways.
+    """
+    folder = run.checkpoints
+    kept = [step - 1, step]
+    yield from kept_faults(folder, kept, set_aside=[BROKEN] * (step == STEPS))
+    for number, each in zip(kept, trace.steps[-len(kept) :], strict=True):
+        path = folder / f"step-{number:08}"
+        if path.exists():
+            yield from saved_faults(path, number, each.weights)
+    if damaged:
+        yield from undetected(folder / f"step-{step:08}")
 
 
 def _skip_faults(before: Trace, after: Trace) -> Iterator[str]:
