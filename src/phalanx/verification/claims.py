@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ def false_claim(layout: Layout, program: Program, long: Program | None) -> str:
         _texts(layout, program),
         order_faults(layout, program),
         _books(program),
+        _peaks_by_hand(program),
         _undetected(program, str(layout)),
         _shortened(long),
     )
@@ -123,6 +124,49 @@ def _unequal(
                 f"before {op} {books[key]} buffers '{what}' of piece {piece} are counted, and"
                 f" {least} are held"
             )
+
+
+def _peaks_by_hand(program: Program) -> Iterator[str]:
+    """Compare the peaks of activations and of gathered units with counts of the list
+    alone."""
+    counted = check(program).counts
+    for number, (row, peak) in enumerate(zip(program.rows, counted, strict=True)):
+        wanted = {"gathered": _most_gathered(row)}
+        # With recomputation, a piece keeps its input for another time than the rest.
+        if not any(op.kind in ops.RECOMPUTES for op in row):
+            wanted["activations"] = _most_kept(row)
+        for kind, count in wanted.items():
+            told = peak.kinds.get(kind, 0.0)
+            if told != count:
+                yield f"row {number} holds up to {count} {kind}, and the proof counts {told:g}"
+
+
+def _most_kept(row: Sequence[Op]) -> int:
+    """The most microbatches of pieces whose activations are on the device at once."""
+    kept: set[tuple[int, int]] = set()
+    most = 0
+    for op in row:
+        of = op.piece, op.index
+        if op.kind in (ops.FORWARD, ops.RELOAD):
+            kept.add(of)
+        most = max(most, len(kept))
+        # A backward of inputs alone leaves what the weight gradient needs.
+        if op.kind in (ops.BACKWARD, ops.WEIGHT_GRADIENT, ops.OFFLOAD):
+            kept.discard(of)
+    return most
+
+
+def _most_gathered(row: Sequence[Op]) -> int:
+    """The most units whose whole weights are there at once."""
+    there: set[int] = set()
+    most = 0
+    for op in row:
+        if op.kind in (ops.GATHER, ops.LOAD):
+            there.add(op.piece)
+        most = max(most, len(there))
+        if op.kind == ops.DROP:
+            there.discard(op.piece)
+    return most
 
 
 # ---- the proof

@@ -14,8 +14,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +41,7 @@ from ..layout.proportions import (
 from ..layout.run import Run
 from ..layout.shape import HUB
 from ..layout.small_config import small_config
-from ..parallel import load_model
+from ..parallel import Model, load_model
 from ..training.data.batches import Batches
 from ..training.lock import hold_run
 from ..training.loop import Outcome, train
@@ -57,6 +57,7 @@ from .journal import LoggedStep, counted_flops, journal_faults
 from .low_precision import sums_of
 from .reference import Forward, PlainForward, Trace
 from .replay import can_be_replayed, replay, rounding_of
+from .reports import Start, report_faults, straggler_faults
 from .rows import rows_differ
 from .run_data import write_documents
 from .saved import add_broken, kept_faults, saved_faults, undetected
@@ -343,6 +344,7 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
         *_resume_faults(before, after),
         *_skip_faults(before, after),
         *_journal_faults(run, before, after),
+        *_report_faults(run, first, second, make),
         *_outcome_faults(stopped, before, steps=STOPPED, by=STOP),
         *_outcome_faults(ended, after, steps=STEPS, by=""),
     ]
@@ -516,6 +518,23 @@ def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
         None if run.own else counted_flops(shape, shape.batch, sequence),
         after.validation,
     )
+
+
+def _report_faults(
+    run: Run, first: Layout, second: Layout, make: Callable[[], Model]
+) -> Iterator[str]:
+    """Describe mistakes in what the run reports of itself."""
+    starts = [
+        Start(str(first), first.ranks, 0, STOPPED),
+        Start(str(second), second.ranks, STOPPED, STEPS),
+    ]
+    sizes = [weight.numel() for weight in make().weights.values()]
+    # The last start wrote the file of the run.
+    resumed = replace(run, layout=str(second))
+    records = read_journal(Path(run.out, "metrics.jsonl"))
+    shape = asdict(shape_of(run))
+    yield from report_faults(resumed, records, starts, sum(sizes), shape)
+    yield from straggler_faults()
 
 
 def plain_rate(choice: OptimizerChoice, steps: int, step: int) -> float:
