@@ -18,7 +18,7 @@ from ..layout import Layout
 from ..program import Op, Program, check, faults, ops
 from ..program.memory import Sizes, peaks
 from ..program.state import INPUT, SENT, WHOLE, State
-from .step_order import order_faults
+from .step_order import idle_faults, order_faults
 
 # microbatches of a step long enough for the check to simulate only a few of them
 LONG = 12
@@ -50,6 +50,7 @@ def false_claim(layout: Layout, program: Program, long: Program | None) -> str:
     claims = (
         _texts(layout, program),
         order_faults(layout, program),
+        idle_faults(layout),
         _books(program),
         _peaks_by_hand(program),
         _undetected(program, str(layout)),

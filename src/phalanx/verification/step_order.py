@@ -8,11 +8,12 @@ the row alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from ..layout import Layout
 from ..layout.choices import (
+    DUALPIPE_V,
     GPIPE,
     INTERLEAVED,
     ONE_F_ONE_B,
@@ -21,6 +22,7 @@ from ..layout.choices import (
     ZB_V,
 )
 from ..program import Op, Program, ops
+from ..program.schedules import schedule
 from ..program.state import State
 
 # reductions that a rank may have in flight, each with a whole gradient
@@ -43,6 +45,79 @@ def order_faults(layout: Layout, program: Program) -> Iterator[str]:
             *_gathers(layout, program, row),
         ):
             yield f"rank {rank} {wrong}"
+
+
+# Stages and microbatches of a schedule whose idle time is compared: the formulas are for
+# at least twice as many microbatches as stages.
+STAGES, MICROBATCHES = 4, 12
+
+
+def idle_faults(layout: Layout) -> Iterator[str]:
+    """Compare the time that a schedule takes beyond its computations with the papers.
+
+    Forward, input gradient and weight gradient of a stage take one unit of time each,
+    and messages none.
+    """
+    if layout.schedule not in _IDLE:
+        return
+    program = schedule(layout.schedule, STAGES, MICROBATCHES, layout.chunks)
+    whole = _elapsed(program)
+    if whole is None:
+        yield f"{layout.schedule} on {STAGES} stages does not end"
+        return
+    chunks = program.pieces // STAGES
+    idle = whole - 3 * MICROBATCHES * chunks
+    wanted = _IDLE[layout.schedule](STAGES)
+    if idle != wanted:
+        yield f"{layout.schedule} on {STAGES} stages is idle for {idle} units of time; expected {wanted}"
+
+
+# Units of time by the number of stages, in the papers that `_most_held` names. No schedule
+# takes less than p - 1 units more: the last stage begins after as many forwards.
+_IDLE: dict[str, Callable[[int], int]] = {
+    GPIPE: lambda p: 3 * (p - 1),
+    ONE_F_ONE_B: lambda p: 3 * (p - 1),
+    INTERLEAVED: lambda p: 3 * (p - 1),
+    ZB_H1: lambda p: p - 1,
+    ZB_H2: lambda p: p - 1,
+    ZB_V: lambda p: p - 1,
+    DUALPIPE_V: lambda p: p - 1,
+}
+
+
+def _elapsed(program: Program) -> int | None:
+    """The time at which the last rank has computed its list; None if ranks wait for one
+    another."""
+    ends: dict[tuple[bool, int, int], int] = {}
+    clocks = [0] * len(program.rows)
+    left = [[*row] for row in program.rows]
+    while any(left):
+        moved = False
+        for rank, row in enumerate(left):
+            while row and (arrived := _arrival(program, row[0], ends)) is not None:
+                op = row.pop(0)
+                moved = True
+                start = max(clocks[rank], arrived)
+                clocks[rank] = start + (2 if op.kind == ops.BACKWARD else 1)
+                if op.kind != ops.WEIGHT_GRADIENT:
+                    forward = op.kind == ops.FORWARD
+                    ends[forward, op.piece, op.index] = clocks[rank]
+        if not moved:
+            return None
+    return max(clocks)
+
+
+def _arrival(
+    program: Program, op: Op, ends: Mapping[tuple[bool, int, int], int]
+) -> int | None:
+    """The time at which an operation's input from the neighbouring stage is there; None
+    if it has not been computed."""
+    forward = op.kind == ops.FORWARD
+    first = 0 if forward else program.pieces - 1
+    if op.kind == ops.WEIGHT_GRADIENT or op.piece == first:
+        return 0
+    piece = op.piece - 1 if forward else op.piece + 1
+    return ends.get((forward, piece, op.index))
 
 
 def _held(layout: Layout, row: Sequence[Op], stage: int) -> Iterator[str]:
