@@ -45,6 +45,7 @@ from ..training.program import with_z_loss
 from .cases import trial_batch
 from .claims import false_claim
 from .compare import Bounds, bounds_of, compare
+from .failing import failure_fault
 from .low_precision import can_replay, install, padded, sums_of
 from .optimizers import OPTIMIZERS
 from .own_forward import OwnForward
@@ -394,7 +395,8 @@ def wrong_transport(size: int, run: Runner) -> str:
         return ""
     # Rank by rank: the first that is not empty.
     try:
-        return next(filter(None, run(transport_fault)), "")
+        wrong = next(filter(None, run(transport_fault)), "")
+        return wrong or failure_fault(size, run)
     # a call that raises is wrong, too
     except Exception as error:
         return _line(error)
