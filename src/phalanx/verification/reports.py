@@ -21,6 +21,7 @@ import torch
 from ..layout.goodput import Goodput
 from ..layout.journal import Record
 from ..layout.run import Run
+from ..program import Program
 from ..training.stragglers import NAMES, Stragglers
 
 # Seconds by which rounded times may differ: a record has four decimals, and a clock three.
@@ -68,6 +69,8 @@ def report_faults(
     yield from _saves(run, records, starts)
     yield from _descriptions(run, records, starts, parameters, shape)
     yield from _memory(records)
+    yield from _bytes(records)
+    yield from _timeline(out, records)
     yield from _goodput(records)
     yield from _lost_steps(records)
     read = Run.parse((out / "run.toml").read_text(), "run.toml")
@@ -151,6 +154,52 @@ def _memory(records: Sequence[Record]) -> Iterator[str]:
         if not last <= record["memory"] <= most:
             yield f"step {record['step'] - 1}: memory of {record['memory']}, after {last} and before {most}"
         last = record["memory"]
+
+
+def _bytes(records: Sequence[Record]) -> Iterator[str]:
+    """Compare the bytes that the ranks measured with those that their program promises."""
+    held = 0
+    for record in records:
+        if record["event"] == "start":
+            held = record["held"]
+        if record["event"] != "memory":
+            continue
+        first = record["ranks"][0]["measured"]
+        if first["weights"] < 2 * held:
+            yield f"rank 0 has {held} elements of weights in {first['weights']:g} bytes"
+        for rank, kinds in enumerate(record["ranks"]):
+            measured, promised = kinds["measured"], kinds["promised"]
+            for kind, amount in measured.items():
+                # Kept from start to end, or the most at any time.
+                stays = kind in ("weights", "optimizer")
+                if amount > promised[kind] or (stays and amount < promised[kind]):
+                    yield f"rank {rank} has {amount:g} bytes of {kind}, and the program promises {promised[kind]:g}"
+
+
+def _timeline(out: Path, records: Sequence[Record]) -> Iterator[str]:
+    """Compare the measured step with its program: each rank has each operation once, in
+    the order of its list, within the time of the step."""
+    recorded = json.loads((out / "timeline.json").read_text())
+    program = Program.parse(recorded["program"])
+    step = [record for record in records if record["event"] == "step"][-1]
+    if recorded["step"] != step["step"]:
+        yield f"the measured step is {recorded['step']}; expected {step['step']}"
+    by_rank: dict[int, list[tuple[float, float, str]]] = {}
+    for rank, _, op, start, end in recorded["spans"]:
+        by_rank.setdefault(rank, []).append((start, end, op))
+    if sorted(by_rank) != [*range(program.mesh.size)]:
+        yield f"the measured step has the ranks {sorted(by_rank)} of {program.mesh.size}"
+    for rank, spans in by_rank.items():
+        wanted = [str(op) for op in program.rows[program.owner[rank]]]
+        found = [op for _, _, op in sorted(spans)]
+        if sorted(found) != sorted(wanted):
+            odd = sorted({*found} ^ {*wanted}) or found
+            yield f"rank {rank} has measured other operations than its list: {odd[0]}"
+        # The journal has the time of rank 0; others may end their step later.
+        most = math.inf if rank else step["seconds"] + _ROUNDED
+        for start, end, op in spans:
+            if not -_ROUNDED <= start <= end <= most:
+                yield f"rank {rank}: {op} lasts from {start:.4g} to {end:.4g} s in a step of {step['seconds']:.4g} s"
 
 
 def _rank_log(out: Path, rank: int, starts: Sequence[Start]) -> Iterator[str]:
@@ -252,19 +301,19 @@ def straggler_faults() -> Iterator[str]:
     rows = [0, 1, 0, 1, 1]  # ranks 1, 3 and 4 are peers, and so are 0 and 2
     named = Stragglers(factor, rows)
     # Seconds of each operation; every rank has some of its own.
-    table = [[0.001 * (name + rank) for name in range(len(NAMES))] for rank in range(ranks)]
+    table = [[1e-4 * (name + rank) for name in range(len(NAMES))] for rank in range(ranks)]
     table[slow][4] += 0.2
     table[slow][7] += 0.05
     totals = [sum(parts) for parts in table]
     lines = [[total, *parts] for total, parts in zip(totals, table, strict=True)]
     peers = [rank for rank in range(ranks) if rows[rank] == rows[slow] and rank != slow]
     usual = statistics.median(totals[rank] for rank in peers)
-    # In as many steps the rank takes just more than a second beyond the factor.
-    steps = math.floor(1.0 / (totals[slow] - factor * usual)) + 1
-    if [*named.look(lines, steps - 1)]:
+    # A rank is named after a second beyond the factor, in all steps since the last line.
+    beyond = totals[slow] - factor * usual
+    if [*named.look(lines, math.floor(0.99 / beyond))]:
         yield "a rank is named as slow that lost less than a second"
     named = Stragglers(factor, rows)
-    found = [*named.look(lines, steps)]
+    found = [*named.look(lines, math.ceil(1.01 / beyond))]
     if [each.rank for each in found] != [slow]:
         yield f"ranks {[each.rank for each in found]} are named as slow; expected {slow}"
         return
@@ -280,5 +329,5 @@ def straggler_faults() -> Iterator[str]:
         if not math.isclose(own, table[slow][at]) or not math.isclose(others, median):
             yield f"rank {slow} is told to take {own} s for {name}, others {others} s"
     even = [lines[0]] * ranks
-    if any(named.look(even, steps)):
+    if any(named.look(even, 1000)):
         yield "a rank is named as slow where all take the same time"

@@ -54,6 +54,7 @@ from ..training.stop import STOP
 from .batch_rows import batch_faults
 from .claims import false_claim
 from .journal import LoggedStep, counted_flops, journal_faults
+from .keys import key_faults
 from .low_precision import sums_of
 from .reference import Forward, PlainForward, Trace
 from .replay import can_be_replayed, replay, rounding_of
@@ -324,6 +325,9 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     # The rows of a user's own model come from its modules alone.
     wrong_row = "" if run.own else rows_differ(first, shape_of(run), make())
     wrong_row = wrong_row or next(_batch_faults(run), "")
+    # Once: the keys are those of both precisions.
+    if precision == FP64:
+        wrong_row = wrong_row or next(key_faults(run), "")
     if claim := wrong_row or false_claim(first, program, long):
         return Verdict(str(first), first.ranks, False, math.inf, claim)
     wrong: list[str] = []
