@@ -730,7 +730,10 @@ def faults(
                 )
     for number, keys in unnamed.items():
         file = path / manifest.files[number].name
-        wrong += [f"{file}: the manifest has no {key[:80]}." for key in sorted(keys)[:1]]
+        wrong += [
+            f"{file}: the manifest has no {key[:80]}."
+            for key in sorted(keys)[:1]
+        ]
     return wrong
 
 

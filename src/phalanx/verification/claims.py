@@ -131,7 +131,9 @@ def _peaks_by_hand(program: Program) -> Iterator[str]:
     """Compare the peaks of activations and of gathered units with counts of the list
     alone."""
     counted = check(program).counts
-    for number, (row, peak) in enumerate(zip(program.rows, counted, strict=True)):
+    for number, (row, peak) in enumerate(
+        zip(program.rows, counted, strict=True)
+    ):
         wanted = {"gathered": _most_gathered(row)}
         # With recomputation, a piece keeps its input for another time than the rest.
         if not any(op.kind in ops.RECOMPUTES for op in row):

@@ -71,7 +71,9 @@ def _is_thread(world: World) -> bool:
     return isinstance(world, ThreadWorld)
 
 
-def _failing(world: World, bad: int, call: Callable[[Group, int], None]) -> None:
+def _failing(
+    world: World, bad: int, call: Callable[[Group, int], None]
+) -> None:
     """Raise on one rank, while the others wait for it in a call."""
     ranks = range(world.size)
     links = [(a, b) for a in ranks for b in ranks if a != b]
@@ -142,7 +144,9 @@ def _agreements(world: World) -> Faults:
             if world.rank == odd:
                 _fail()
     except PeerFailed as error:
-        if world.rank == odd or f"rank {odd} could not begin" not in str(error):
+        if world.rank == odd or f"rank {odd} could not begin" not in str(
+            error
+        ):
             yield f"rank {odd} could not begin; told is {error}"
     except _PlannedError:
         if world.rank != odd:

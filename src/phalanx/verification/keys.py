@@ -24,7 +24,9 @@ def key_faults(run: Run) -> Iterator[str]:
     text = str(run)
     draw = random.Random(0)
     for key, value in _leaves(tomllib.loads(text)):
-        wrong = _NOT_A_NUMBER if isinstance(value, int | float) else _NOT_A_TEXT
+        wrong = (
+            _NOT_A_NUMBER if isinstance(value, int | float) else _NOT_A_TEXT
+        )
         for word in (f"{key}={draw.choice(wrong)}", f"{key}x=1"):
             said = _refusal(text, word)
             if key.rpartition(".")[2] not in said:
@@ -33,7 +35,9 @@ def key_faults(run: Run) -> Iterator[str]:
             yield from _lost(text, key, not value)
 
 
-def _leaves(table: dict[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(
+    table: dict[str, Any], inside: str = ""
+) -> Iterator[tuple[str, Any]]:
     """The keys and values of a table and its tables, without those of the model."""
     for name, value in table.items():
         key = f"{inside}{name}"

@@ -81,14 +81,18 @@ def report_faults(
         yield from _rank_log(out, rank, starts)
 
 
-def _order(run: Run, starts: Sequence[Start]) -> Iterator[tuple[str, int | None]]:
+def _order(
+    run: Run, starts: Sequence[Start]
+) -> Iterator[tuple[str, int | None]]:
     """The events of all starts with their steps."""
     for start in starts:
         if start.first:
             # A damaged checkpoint lies beside the one from which it resumes.
             yield from (("damaged", None), ("resume", None))
         yield "start", start.first
-        yield from (("step", n) for n in range(start.first + 1, start.last + 1))
+        yield from (
+            ("step", n) for n in range(start.first + 1, start.last + 1)
+        )
         if start.last < run.steps:
             yield "stop", start.last
             continue
@@ -172,8 +176,13 @@ def _bytes(records: Sequence[Record]) -> Iterator[str]:
             for kind, amount in measured.items():
                 # Kept from start to end, or the most at any time.
                 stays = kind in ("weights", "optimizer")
-                if amount > promised[kind] or (stays and amount < promised[kind]):
-                    yield f"rank {rank} has {amount:g} bytes of {kind}, and the program promises {promised[kind]:g}"
+                if amount > promised[kind] or (
+                    stays and amount < promised[kind]
+                ):
+                    yield (
+                        f"rank {rank} has {amount:g} bytes of {kind}, and the program promises"
+                        f" {promised[kind]:g}"
+                    )
 
 
 def _timeline(out: Path, records: Sequence[Record]) -> Iterator[str]:
@@ -199,13 +208,19 @@ def _timeline(out: Path, records: Sequence[Record]) -> Iterator[str]:
         most = math.inf if rank else step["seconds"] + _ROUNDED
         for start, end, op in spans:
             if not -_ROUNDED <= start <= end <= most:
-                yield f"rank {rank}: {op} lasts from {start:.4g} to {end:.4g} s in a step of {step['seconds']:.4g} s"
+                yield (
+                    f"rank {rank}: {op} lasts from {start:.4g} to {end:.4g} s in a step of"
+                    f" {step['seconds']:.4g} s"
+                )
 
 
 def _rank_log(out: Path, rank: int, starts: Sequence[Start]) -> Iterator[str]:
     text = (out / "logs" / f"rank-{rank}.log").read_text()
     for start in starts:
-        if rank < start.ranks and f"rank {rank} of {start.ranks}, " not in text:
+        if (
+            rank < start.ranks
+            and f"rank {rank} of {start.ranks}, " not in text
+        ):
             yield f"rank-{rank}.log does not tell of its start as one of {start.ranks} ranks"
 
 
@@ -264,7 +279,9 @@ def _part_faults(
 def _lost_steps(records: Sequence[Record]) -> Iterator[str]:
     """Compare the time that goodput counts as lost, if the last start had begun at an
     earlier step, with that of the steps in between."""
-    at = max(n for n, record in enumerate(records) if record["event"] == "start")
+    at = max(
+        n for n, record in enumerate(records) if record["event"] == "start"
+    )
     before = records[:at]
     known = Goodput(before).spent["lost steps"]
     for first in range(records[at]["step"] + 1):
@@ -275,7 +292,9 @@ def _lost_steps(records: Sequence[Record]) -> Iterator[str]:
             yield f"goodput loses {lost:.4g} s by a resume at step {first}; the steps took {wanted:.4g} s"
 
 
-def _seconds_of_steps(records: Sequence[Record], first: int) -> Iterator[float]:
+def _seconds_of_steps(
+    records: Sequence[Record], first: int
+) -> Iterator[float]:
     """The seconds of steps after the step `first`, and of those without a record."""
     waiting = 0.0
     began = records[0]["began"] if records else 0.0
@@ -301,12 +320,21 @@ def straggler_faults() -> Iterator[str]:
     rows = [0, 1, 0, 1, 1]  # ranks 1, 3 and 4 are peers, and so are 0 and 2
     named = Stragglers(factor, rows)
     # Seconds of each operation; every rank has some of its own.
-    table = [[1e-4 * (name + rank) for name in range(len(NAMES))] for rank in range(ranks)]
+    table = [
+        [1e-4 * (name + rank) for name in range(len(NAMES))]
+        for rank in range(ranks)
+    ]
     table[slow][4] += 0.2
     table[slow][7] += 0.05
     totals = [sum(parts) for parts in table]
-    lines = [[total, *parts] for total, parts in zip(totals, table, strict=True)]
-    peers = [rank for rank in range(ranks) if rows[rank] == rows[slow] and rank != slow]
+    lines = [
+        [total, *parts] for total, parts in zip(totals, table, strict=True)
+    ]
+    peers = [
+        rank
+        for rank in range(ranks)
+        if rows[rank] == rows[slow] and rank != slow
+    ]
     usual = statistics.median(totals[rank] for rank in peers)
     # A rank is named after a second beyond the factor, in all steps since the last line.
     beyond = totals[slow] - factor * usual
@@ -318,7 +346,9 @@ def straggler_faults() -> Iterator[str]:
         yield f"ranks {[each.rank for each in found]} are named as slow; expected {slow}"
         return
     (one,) = found
-    if not math.isclose(one.seconds, totals[slow]) or not math.isclose(one.usual, usual):
+    if not math.isclose(one.seconds, totals[slow]) or not math.isclose(
+        one.usual, usual
+    ):
         yield f"rank {slow} is told to take {one.seconds} s where {one.usual} s are usual"
     worst = [*one.operations][:2]
     if worst != [NAMES[4], NAMES[7]]:
@@ -326,7 +356,9 @@ def straggler_faults() -> Iterator[str]:
     for name, (own, others) in one.operations.items():
         at = NAMES.index(name)
         median = statistics.median(table[rank][at] for rank in peers)
-        if not math.isclose(own, table[slow][at]) or not math.isclose(others, median):
+        if not math.isclose(own, table[slow][at]) or not math.isclose(
+            others, median
+        ):
             yield f"rank {slow} is told to take {own} s for {name}, others {others} s"
     even = [lines[0]] * ranks
     if any(named.look(even, 1000)):

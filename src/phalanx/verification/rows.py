@@ -8,10 +8,47 @@ equal, or prices and pictures are those of another step.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import cache
 
-from ..layout import Layout, PieceRow, Shape, StagedPieces, staged_pieces
-from ..parallel import Model
+import torch
+
+from ..layout import (
+    Layout,
+    PieceRow,
+    Shape,
+    StagedPieces,
+    legal,
+    staged_pieces,
+)
+from ..layout.cases import LARGER, SHAPES
+from ..parallel import Model, build_model
 from ..parallel.rows import model_pieces
+
+# Layouts in which the rows of every small shape are compared.
+_SPLITS = ("pp2 tp2", "cp2 ep2")
+
+
+@cache
+def shapes_differ() -> str:
+    """Describe the first small shape whose rows or sizes are not those of its model; ""
+    if there is none.
+
+    All shapes share the code that derives them, and few are trained in one comparison.
+    """
+    layouts = [Layout.parse(text) for text in ("", *_SPLITS)]
+    for name, shape in (SHAPES | LARGER).items():
+        # Rows depend on names and lengths alone.
+        with torch.device("meta"):
+            model = build_model(shape)
+        sizes = sum(weight.numel() for weight in model.weights.values())
+        if sizes != shape.total:
+            return f"the shape {name} has {shape.total} weights, and its model has {sizes}"
+        for layout in layouts:
+            if legal(layout, shape):
+                continue
+            if wrong := rows_differ(layout, shape, model):
+                return f"{name}: {wrong}"
+    return ""
 
 
 def rows_differ(layout: Layout, shape: Shape, model: Model) -> str:

@@ -59,7 +59,7 @@ from .low_precision import sums_of
 from .reference import Forward, PlainForward, Trace
 from .replay import can_be_replayed, replay, rounding_of
 from .reports import Start, report_faults, straggler_faults
-from .rows import rows_differ
+from .rows import rows_differ, shapes_differ
 from .run_data import write_documents
 from .saved import add_broken, kept_faults, saved_faults, undetected
 from .trial import (
@@ -323,7 +323,8 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     program = program_in(first, make, setting)
     long = long_program(first, make, setting)
     # The rows of a user's own model come from its modules alone.
-    wrong_row = "" if run.own else rows_differ(first, shape_of(run), make())
+    own_rows = "" if run.own else rows_differ(first, shape_of(run), make())
+    wrong_row = shapes_differ() or own_rows
     wrong_row = wrong_row or next(_batch_faults(run), "")
     # Once: the keys are those of both precisions.
     if precision == FP64:

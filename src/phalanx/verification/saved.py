@@ -12,9 +12,9 @@ import json
 import random
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,9 @@ Json = Any
 Place = tuple[str | int, ...]
 
 
-def saved_faults(path: Path, step: int, weights: Mapping[str, Tensor]) -> Iterator[str]:
+def saved_faults(
+    path: Path, step: int, weights: Mapping[str, Tensor]
+) -> Iterator[str]:
     """Describe mistakes in a checkpoint: weights other than those of the step, and damage
     that its check does not find."""
     name = f"step-{step:08}"
@@ -88,11 +90,10 @@ def add_broken(folder: Path, step: int, later: int) -> None:
     copy = folder / f"step-{later:08}"
     shutil.copytree(path, copy)
     signed = json.loads((path / MANIFEST).read_text())
-    _sign(copy, signed["body"] | {"step": later})
-    first = copy / signed["body"]["files"][0]["name"]
-    raw = first.read_bytes()
-    # The last element of a weight, or a moment: the values could be used.
-    first.write_bytes(_flipped(raw, len(raw) - 1))
+    _sign(signed["body"] | {"step": later}, copy)
+    name = signed["body"]["files"][0]["name"]
+    # The last element of a weight or a moment: the values could be used.
+    _flip(name, (copy / name).stat().st_size - 1, copy)
     shutil.copytree(path, folder / f".saving-{later:08}")
 
 
@@ -141,7 +142,9 @@ def _weight_faults(
             yield f"{path.name} stores other values of {name} than were trained"
 
 
-def _placed(tensor: Json, files: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+def _placed(
+    tensor: Json, files: list[dict[str, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """A stored tensor, and how often each element is stored."""
     shape = tensor["shape"]
     times = torch.zeros(shape, dtype=torch.int64)
@@ -176,7 +179,10 @@ def undetected(path: Path) -> Iterator[str]:
     sound = _part_of(path, part, draw)
     if found := verify_checkpoint(part):
         yield f"a part of {path.name} is called damaged: {found[0]}"
-    for what, damage in (*_broken_files(part, draw), *_wrong_entries(part, draw)):
+    for what, damage in (
+        *_broken_files(part, draw),
+        *_wrong_entries(part, draw),
+    ):
         damage(part)
         if not verify_checkpoint(part):
             yield f"a checkpoint is taken for a sound one after this damage: {what}"
@@ -207,7 +213,7 @@ def _part_of(path: Path, part: Path, draw: random.Random) -> dict[str, bytes]:
             start, _ = header[shard["key"]]["data_offsets"]
             shard["offset"] = 8 + length + start
         file |= {"size": len(raw), "chunks": _sums(raw, file["checksum"])}
-    _sign(part, body)
+    _sign(body, part)
     return {each.name: each.read_bytes() for each in part.iterdir()}
 
 
@@ -221,70 +227,83 @@ Damages = Iterator[tuple[str, Callable[[Path], None]]]
 
 
 def _broken_files(path: Path, draw: random.Random) -> Damages:
-    """Files that are missing, cut, longer, exchanged, or differ in one bit."""
+    """Yield damage to whole files: missing, cut, longer, exchanged, or a bit that differs."""
     names = sorted(each.name for each in path.iterdir())
     for name in names:
         size = (path / name).stat().st_size
         at = draw.randrange(size)
-        yield f"{name} is missing", lambda to, name=name: (to / name).unlink()
-        yield f"half of {name} is missing", _rewritten(name, lambda raw: raw[: len(raw) // 2])
-        yield f"the last byte of {name} is missing", _rewritten(name, lambda raw: raw[:-1])
-        yield f"{name} is empty", _rewritten(name, lambda raw: b"")
-        yield f"a bit of {name} differs", _rewritten(name, lambda raw, at=at: _flipped(raw, at))
+        yield f"{name} is missing", partial(_remove, name)
+        yield f"half of {name} is missing", partial(_cut, name, size // 2)
+        yield (
+            f"the last byte of {name} is missing",
+            partial(_cut, name, size - 1),
+        )
+        yield f"{name} is empty", partial(_cut, name, 0)
+        yield f"a bit of {name} differs", partial(_flip, name, at)
     data = [name for name in names if name != MANIFEST]
     for name in data:
-        yield f"{name} has one more byte", _rewritten(name, lambda raw: raw + b"\0")
+        yield f"{name} has one more byte", partial(_lengthen, name)
     if len(data) > 1:
-        yield "two files are exchanged", lambda to: _exchange(to / data[0], to / data[1])
+        yield "two files are exchanged", partial(_exchange, *data[:2])
 
 
-def _rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def damage(to: Path) -> None:
-        path = to / name
-        path.write_bytes(change(path.read_bytes()))
-
-    return damage
+def _remove(name: str, to: Path) -> None:
+    (to / name).unlink()
 
 
-def _flipped(raw: bytes, at: int) -> bytes:
+def _cut(name: str, size: int, to: Path) -> None:
+    raw = (to / name).read_bytes()
+    (to / name).write_bytes(raw[:size])
+
+
+def _flip(name: str, at: int, to: Path) -> None:
+    raw = bytearray((to / name).read_bytes())
     # The lowest bit, by which a digit or a letter becomes another one.
-    return raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+    raw[at] ^= 1
+    (to / name).write_bytes(raw)
 
 
-def _exchange(first: Path, second: Path) -> None:
-    a, b = first.read_bytes(), second.read_bytes()
-    first.write_bytes(b)
-    second.write_bytes(a)
+def _lengthen(name: str, to: Path) -> None:
+    raw = (to / name).read_bytes()
+    (to / name).write_bytes(raw + b"\0")
+
+
+def _exchange(first: str, second: str, to: Path) -> None:
+    a, b = (to / first).read_bytes(), (to / second).read_bytes()
+    (to / first).write_bytes(b)
+    (to / second).write_bytes(a)
 
 
 def _wrong_entries(path: Path, draw: random.Random) -> Damages:
-    """A manifest or a header with one wrong entry, and with checksums that match it."""
+    """Yield manifests and headers with one wrong entry, whose checksums match it."""
     signed = json.loads((path / MANIFEST).read_text())
     for place, wrong in _changes(signed["body"], draw, _FREE):
         body = _with(signed["body"], place, wrong)
         what = f"{_dotted(place)} of the manifest is {wrong!r}"
-        yield what, lambda to, body=body: _sign(to, body)
+        yield what, partial(_sign, body)
     for number, file in enumerate(signed["body"]["files"]):
         raw = (path / file["name"]).read_bytes()
         length, header = _header_of(raw)
         for place, wrong in _changes(header, draw, {"__metadata__"}):
-            text = json.dumps(_with(header, place, wrong), separators=(",", ":"))
+            entries = _with(header, place, wrong)
+            text = json.dumps(entries, separators=(",", ":"))
             # As long as it was, so that every element keeps its place.
             if len(text) > length:
                 continue
             changed = raw[:8] + text.encode().ljust(length) + raw[8 + length :]
-            what = f"{_dotted(place)} of {file['name']} is {wrong!r}"
             body = deepcopy(signed["body"])
-            body["files"][number]["chunks"] = _sums(changed, file["checksum"])
-
-            def damage(to: Path, name: str = file["name"], raw: bytes = changed, body: Json = body) -> None:
-                (to / name).write_bytes(raw)
-                _sign(to, body)
-
-            yield what, damage
+            sums = _sums(changed, file["checksum"])
+            body["files"][number]["chunks"] = sums
+            what = f"{_dotted(place)} of {file['name']} is {wrong!r}"
+            yield what, partial(_replace, file["name"], changed, body)
 
 
-def _sign(to: Path, body: Json) -> None:
+def _replace(name: str, raw: bytes, body: Json, to: Path) -> None:
+    (to / name).write_bytes(raw)
+    _sign(body, to)
+
+
+def _sign(body: Json, to: Path) -> None:
     """Write a manifest with a checksum that matches its body."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()

@@ -94,7 +94,10 @@ def _elapsed(program: Program) -> int | None:
     while any(left):
         moved = False
         for rank, row in enumerate(left):
-            while row and (arrived := _arrival(program, row[0], ends)) is not None:
+            while (
+                row
+                and (arrived := _arrival(program, row[0], ends)) is not None
+            ):
                 op = row.pop(0)
                 moved = True
                 start = max(clocks[rank], arrived)

@@ -60,7 +60,7 @@ from .reference import (
     reference,
 )
 from .replay import can_be_replayed, replay, replay_differences, rounding_of
-from .rows import rows_differ
+from .rows import rows_differ, shapes_differ
 from .transport import transport_fault
 from .trial import Setting, join, long_program, program_in, train_layout
 
@@ -185,8 +185,9 @@ def verify(
         return setting_for(layout, setting), known
 
     def claim(layout: Layout) -> str:
+        wrong = shapes_differ()
         # A model of the user's own has no shape that says its rows.
-        return rows_differ(layout, shape, model) if plain else ""
+        return wrong or (rows_differ(layout, shape, model) if plain else "")
 
     case = _LayoutCases(make, terms, claim)
     # By size, so that a world of ranks is started once for each.
