@@ -28,7 +28,6 @@ from phalanx.program.state import State
 from phalanx.verification import SHAPES, failing, rows, step_order
 from phalanx.verification.cases import trial_batch
 from phalanx.verification.claims import false_claim
-from phalanx.verification.transport import transport_fault
 from phalanx.verification.trial import Setting, program_in
 from seeded import swapped
 
@@ -58,9 +57,10 @@ def test_ranks_that_fail_are_named_first() -> None:
 
 def test_errors_that_do_not_reach_the_others_are_named() -> None:
     with late_worlds(2) as run:
-        assert run(transport_fault) == ["", ""]
+        assert failing.failure_fault(2, run) == ""
         with errors_of_the_first_rank_only():
-            assert "an error of rank 0 becomes []" in run(transport_fault)[0]
+            wrong = failing.failure_fault(2, run)
+        assert "an error of rank 0 becomes []" in wrong
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def _unequal(
 def _peaks_by_hand(program: Program) -> Iterator[str]:
     """Compare the peaks of activations and of gathered units with counts of the list
     alone."""
-    counted = check(program).counts
+    counted = peaks(program, Sizes.counts(program.pieces))
     for number, (row, peak) in enumerate(
         zip(program.rows, counted, strict=True)
     ):
@@ -141,7 +141,7 @@ def _peaks_by_hand(program: Program) -> Iterator[str]:
         for kind, count in wanted.items():
             told = peak.kinds.get(kind, 0.0)
             if told != count:
-                yield f"row {number} holds up to {count} {kind}, and the proof counts {told:g}"
+                yield f"row {number} holds up to {count} {kind}, and {told:g} are counted"
 
 
 def _most_kept(row: Sequence[Op]) -> int:

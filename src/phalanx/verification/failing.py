@@ -34,10 +34,12 @@ class _PlannedError(Exception):
 
 
 def failure_fault(size: int, run: Runner) -> str:
-    """Return the first wrong report of a failed rank, or "".
+    """Return the first wrong exchange of texts or report of a failed rank, or "".
 
-    Ranks that are processes are not tested: they would have to be started again.
+    Ranks that are processes do not fail here: they would have to be started again.
     """
+    if wrong := next(filter(None, run(agreement_fault)), ""):
+        return wrong
     if not all(run(_is_thread)):
         return ""
     for number, call in enumerate(_CALLS):
@@ -102,8 +104,16 @@ def _report_faults(error: RankFailed, bad: int, size: int) -> Faults:
 # ---- texts of all ranks
 
 
-def agreement_faults(world: World, group: Group) -> Faults:
-    """Describe wrong results of the exchanges of texts between ranks."""
+def agreement_fault(world: World) -> str:
+    """Return the first wrong result on this rank of exchanging texts, or ""."""
+    group = world.split("agreeing", [range(world.size)])
+    # Every rank makes all calls, even after a wrong result.
+    found = [*_exchanges(group), *_agreements(world)]
+    world.clear()
+    return f"rank {world.rank}: {found[0]}" if found else ""
+
+
+def _exchanges(group: Group) -> Faults:
     n, me = group.size, group.rank
     texts = [f"{rank}: " + _LONG * (rank == n - 1) for rank in range(n)]
     texts[0] = ""
@@ -121,7 +131,6 @@ def agreement_faults(world: World, group: Group) -> Faults:
             yield f"an error of rank {root} becomes {told}"
     if told := errors_of(group, ""):
         yield f"there is no error, and {told} is told"
-    yield from _agreements(world)
 
 
 def _agreements(world: World) -> Faults:

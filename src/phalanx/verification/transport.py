@@ -18,7 +18,6 @@ from torch import Tensor
 from ..comm import Group, World
 from ..comm.regions import carry, exchange, gather_sum, scatter_sum
 from ..comm.threads import ThreadWorld
-from .failing import agreement_faults
 
 # Elements of a large call in float32: more than a chunk of shared memory (4 MiB).
 # Threads pass whole tensors, of any size.
@@ -47,7 +46,6 @@ def transport_fault(world: World) -> str:
         found += sized(everyone, world.device, large)
     for check in (_nans, _strided):
         found += check(everyone, world.device)
-    found += agreement_faults(world, everyone)
     # NCCL rounds in its own way.
     if not getattr(world, "native", False):
         found += _narrow_sums(everyone, world.device)
