@@ -111,14 +111,14 @@ def test_peaks_that_are_not_those_of_the_list_are_named(
 
 
 def test_rows_of_every_small_shape_are_compared() -> None:
-    rows.shapes_differ.cache_clear()
+    rows._compare_shapes.cache_clear()
     assert rows.shapes_differ() == ""
     plain = rows.staged_pieces
 
     def without_sinks(layout: Layout, shape: Any) -> Any:
         return plain(layout, replace(shape, sinks=False))
 
-    rows.shapes_differ.cache_clear()
+    rows._compare_shapes.cache_clear()
     with swapped(rows, "staged_pieces", without_sinks):
         assert rows.shapes_differ().startswith("sinks: ")
-    rows.shapes_differ.cache_clear()
+    rows._compare_shapes.cache_clear()

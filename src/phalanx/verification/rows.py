@@ -28,13 +28,26 @@ from ..parallel.rows import model_pieces
 _SPLITS = ("pp2 tp2", "cp2 ep2")
 
 
-@cache
+class _ShapeDiffersError(Exception):
+    """Raised with the first difference between a small shape and its model."""
+
+
 def shapes_differ() -> str:
     """Describe the first small shape whose rows or sizes are not those of its model; ""
     if there is none.
 
     All shapes share the code that derives them, and few are trained in one comparison.
     """
+    try:
+        _compare_shapes()
+    except _ShapeDiffersError as error:
+        return str(error)
+    return ""
+
+
+# Once in a process, if nothing differs: an error is not kept.
+@cache
+def _compare_shapes() -> None:
     layouts = [Layout.parse(text) for text in ("", *_SPLITS)]
     for name, shape in (SHAPES | LARGER).items():
         # Rows depend on names and lengths alone.
@@ -42,13 +55,14 @@ def shapes_differ() -> str:
             model = build_model(shape)
         sizes = sum(weight.numel() for weight in model.weights.values())
         if sizes != shape.total:
-            return f"the shape {name} has {shape.total} weights, and its model has {sizes}"
+            raise _ShapeDiffersError(
+                f"the shape {name} has {shape.total} weights, and its model has {sizes}"
+            )
         for layout in layouts:
             if legal(layout, shape):
                 continue
             if wrong := rows_differ(layout, shape, model):
-                return f"{name}: {wrong}"
-    return ""
+                raise _ShapeDiffersError(f"{name}: {wrong}")
 
 
 def rows_differ(layout: Layout, shape: Shape, model: Model) -> str:

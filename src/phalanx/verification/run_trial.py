@@ -324,7 +324,7 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     long = long_program(first, make, setting)
     # The rows of a user's own model come from its modules alone.
     own_rows = "" if run.own else rows_differ(first, shape_of(run), make())
-    wrong_row = shapes_differ() or own_rows
+    wrong_row = own_rows or shapes_differ()
     wrong_row = wrong_row or next(_batch_faults(run), "")
     # Once: the keys are those of both precisions.
     if precision == FP64:

@@ -185,9 +185,9 @@ def verify(
         return setting_for(layout, setting), known
 
     def claim(layout: Layout) -> str:
-        wrong = shapes_differ()
         # A model of the user's own has no shape that says its rows.
-        return wrong or (rows_differ(layout, shape, model) if plain else "")
+        wrong = rows_differ(layout, shape, model) if plain else ""
+        return wrong or shapes_differ()
 
     case = _LayoutCases(make, terms, claim)
     # By size, so that a world of ranks is started once for each.
