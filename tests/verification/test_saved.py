@@ -18,7 +18,7 @@ from phalanx.layout.goodput import Goodput
 from phalanx.layout.journal import Record, read_journal
 from phalanx.layout.run import Run
 from phalanx.training import checkpoint
-from phalanx.training.checkpoint_format import StoredTensor
+from phalanx.training.checkpoint_format import StoredTensor, verify_checkpoint
 from phalanx.training.program import shape_of
 from phalanx.training.stragglers import Stragglers
 from phalanx.verification import keys, run_trial, saved
@@ -111,6 +111,18 @@ def test_damage_that_is_accepted_is_named(
     # One rule less of a manifest.
     with swapped(StoredTensor, "_uncovered", lambda self: iter(())):
         assert any("pieces" in each for each in saved.undetected(copy))
+
+
+def test_a_tensor_that_the_manifest_does_not_name_is_damage(
+    trial: Trial, tmp_path: Path
+) -> None:
+    copy = tmp_path / trial.path.name
+    shutil.copytree(trial.path, copy)
+    body = json.loads((copy / saved.MANIFEST).read_text())["body"]
+    lost = body["tensors"].pop()
+    saved._sign(body, copy)
+    (wrong,) = verify_checkpoint(copy)
+    assert f"the manifest has no {lost['kind']}/{lost['name']}" in wrong
 
 
 def test_checkpoints_that_should_be_gone_or_aside_are_named(
