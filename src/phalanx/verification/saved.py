@@ -244,7 +244,7 @@ def _broken_files(path: Path, draw: random.Random) -> Damages:
     for name in data:
         yield f"{name} has one more byte", partial(_lengthen, name)
     if len(data) > 1:
-        yield "two files are exchanged", partial(_exchange, *data[:2])
+        yield "two files are exchanged", partial(_exchange, data[0], data[1])
 
 
 def _remove(name: str, to: Path) -> None:
