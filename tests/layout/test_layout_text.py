@@ -88,7 +88,7 @@ def test_layouts_are_listed_with_semicolons() -> None:
         ("zero1 zero2", ("'zero2'", "appears twice")),
         ("1f1b:4 gpipe:4", ("gpipe:4", "appears twice")),
         ("offload:disk", ("'offload:disk'",)),
-        ("compile:foo", ("'compile:foo'", "choose compile or compile:max")),
+        ("compile:foo", ("'compile:foo'", "compile:max or compile:graphs")),
         ("recompute:some", ("'recompute:some'", "Did you mean")),
     ],
 )

@@ -325,6 +325,7 @@ def test_every_choice_of_a_layout_is_said_or_named() -> None:
         ),
         *("fp16", "tf32", "fp64", "fp8", "fp8:tile", "mxfp8", "fp8:experts"),
         "compile:max",
+        "compile:graphs",
     )
     shape = Shape.load("8b")
     for trainer in trainers().values():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm import TallyWorld
 from ..layout import Layout
-from ..layout.choices import GLOO
+from ..layout.choices import GLOO, GRAPHS
 from ..layout.optimizers import USUAL_OPTIMIZER, OptimizerChoice
 from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
@@ -91,7 +91,7 @@ def sizes_of(
         for number in {**held.units, **held.frozen}:
             units.setdefault(number, held.weights(number))
     costed = [pieces[p] for p in range(program.pieces)]
-    return replace(
+    found = replace(
         _of_units(units, program.pieces, layout, optimizer),
         kept=tuple(w.kept for w in costed),
         input=tuple(w.input for w in costed),
@@ -102,6 +102,12 @@ def sizes_of(
         derived=tuple(w.derived for w in costed),
         sends_stay=backend == GLOO,
     )
+    if layout.compile != GRAPHS:
+        return found
+    # Blocks are compiled. Microbatches may differ by a row.
+    rows = next(iter(whole.values())).shape[0]
+    uneven = rows % (layout.data * layout.microbatches) > 0
+    return found.in_graphs(range(1, program.pieces - 1), shapes=1 + uneven)
 
 
 def _costed(
@@ -177,6 +183,7 @@ def _of_units(
         return of_matrices + others + owned
 
     parts = each(lambda unit: unit.bytes.gradient_shard)
+    homes = each(lambda unit: unit.bytes.gradient_home)
     return Sizes(
         kept=(),
         input=(),
@@ -187,6 +194,7 @@ def _of_units(
         ),
         gradient=each(lambda unit: unit.bytes.gradient),
         gradient_shard=parts if layout.shards > 1 else (),
+        gradient_home=homes if any(homes) else (),
         optimizer=each(
             lambda unit: moments(unit) * unit.precision.master.itemsize
         ),

@@ -137,7 +137,8 @@ MATMUL_WORDS = {name: name for name in MATMULS} | {
 }
 
 COMPILE, COMPILE_MAX = "default", "max"  # modes of torch.compile
-COMPILED = ("", COMPILE, COMPILE_MAX)  # "" is not compiled
+GRAPHS = "graphs"  # compiled, and launched as CUDA graphs
+COMPILED = ("", COMPILE, COMPILE_MAX, GRAPHS)  # "" is not compiled
 
 AUTO, THREADS, SHM, GLOO, NCCL = "auto", "threads", "shm", "gloo", "nccl"
 BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # carry messages between ranks

@@ -16,6 +16,7 @@ from .choices import (
     COMPILE_MAX,
     COMPILED,
     FP32,
+    GRAPHS,
     MATMULS,
     PRECISIONS,
     SCHEDULES,
@@ -23,6 +24,7 @@ from .choices import (
     traits,
 )
 from .exact import EXACT, exact_word, uncovered
+from .graphs import unrecordable
 from .hash_once import hash_once, state_without_hash
 from .mesh import AXES, Axis, LayoutError, Mesh
 from .rules import AXIS_OF, ROUTED
@@ -58,6 +60,7 @@ _FIXED |= {
 _FIXED |= {
     "compile": {"compile": COMPILE},
     "compile:max": {"compile": COMPILE_MAX},
+    "compile:graphs": {"compile": GRAPHS},
 }
 _FIXED |= {name: {"precision": name} for name in PRECISIONS}
 _FIXED |= {
@@ -369,7 +372,9 @@ def _meaning(word: str) -> dict[str, object]:
     if key == "stages" and re.fullmatch(f"{_N}(-{_N})*", value):
         return {"stages": tuple(map(int, value.split("-")))}
     if key == "compile":
-        raise LayoutError(f"{word[:60]!r}: choose compile or compile:max.")
+        raise LayoutError(
+            f"{word[:60]!r}: choose compile, compile:max or compile:graphs."
+        )
     match = _SCHEDULE.fullmatch(word)
     if not match or not (match["own"] or match["name"] in SCHEDULES):
         raise LayoutError(
@@ -436,6 +441,8 @@ def _check_values(x: Layout) -> None:
         )
     elif x.exact:
         wrong += uncovered(x)
+    if x.compile == GRAPHS:
+        wrong += unrecordable(x)
     if x.compile and x.matmul and MATMULS[x.matmul].power:
         why = "torch.compile makes no kernels with scales of 8 bits"
         other = next(name for name, z in MATMULS.items() if not z.power)

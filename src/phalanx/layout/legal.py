@@ -11,7 +11,15 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
+from .choices import (
+    ACCUM,
+    GPIPE,
+    GRAPHS,
+    NAIVE,
+    ONE_F_ONE_B,
+    SCHEDULES,
+    traits,
+)
 from .exact import (
     no_subtree,
     split_heads,
@@ -31,7 +39,15 @@ def legal(
     layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0
 ) -> tuple[Violation, ...]:
     """Every rule that this layout breaks for this model. Empty if it can be trained."""
-    rules = (_tensor, _pipeline, _context, _batch, _sharding, _exact)
+    rules = (
+        _tensor,
+        _pipeline,
+        _context,
+        _batch,
+        _sharding,
+        _exact,
+        _graphs,
+    )
     # A run may have its own batch and sequence; otherwise those of the shape.
     sizes = batch or shape.batch, sequence or shape.sequence
     return tuple(
@@ -190,6 +206,15 @@ def _exact(
         yield Violation("exact", *split)
     for unequal in unequal_parts(x, s):
         yield Violation("exact", *unequal)
+
+
+def _graphs(
+    x: Layout, s: Shape, batch: int, sequence: int
+) -> Iterator[Violation]:
+    if x.compile == GRAPHS and s.experts:
+        what = f"compile:graphs for a model with {s.experts} experts: the number of tokens"
+        what += " of each depends on the data, and a graph has fixed shapes."
+        yield Violation("compile", what, "Use compile.")
 
 
 def nearest(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .adapters import ADAPTERS
-from .choices import BYTES, PYTHON, elsewhere
+from .choices import BYTES, GRAPHS, PYTHON, elsewhere
 from .codec import FileError, Mistake, Reader
 from .files import unmakable
 from .layout import Layout
@@ -125,6 +125,12 @@ def _layout(run: Run, shape: Shape | None) -> Iterator[Mistake]:
     if layout is not None and layout.exact and run.loss:
         what = f"layout = {run.layout!r} with loss = {run.loss!r}, whose bits have not been compared"
         yield Mistake("layout", what, "Leave exact out")
+    graphs = layout is not None and layout.compile == GRAPHS
+    # Pairs of answers are kept apart whatever the run says.
+    if graphs and (run.document_masks or run.loss):
+        what = f"layout = {run.layout!r}: attention inside documents has shapes that depend on the data"
+        way_out = "Write document_masks = false, or compile without graphs"
+        yield Mistake("layout", what, way_out)
     if shape is not None:
         yield from misfits(run, shape, layout)
 

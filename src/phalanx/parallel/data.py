@@ -79,6 +79,9 @@ class UnitBytes(NamedTuple):
     beside: int  # other bytes, always allocated
     gradient: int  # the whole gradient
     gradient_shard: int  # this rank's shard of it
+    gradient_home: int = (
+        0  # the whole gradient, where it has one place for good
+    )
 
 
 class Unit:
@@ -517,13 +520,13 @@ class Unit:
                 replica.all_reduce(full, wait=False),
                 lambda: self.summed(full, full),
             )
-        # `full` goes back to the pool after the wait.
+        # `full` is released after the wait.
         part = self.pool.take(self.part, self.precision.reduce)
         work = shards.reduce_scatter(part, full, wait=False)
         if not self.replicas_apart:
             return ChainedWork(work, lambda: self.summed(full, part))
         self.parts.append(part)
-        return ChainedWork(work, lambda: self.pool.give(full))
+        return ChainedWork(work, lambda: self._release(full))
 
     def reduce_replicas(self) -> Work:
         """Start summing this rank's shard, already reduced, over its replicas."""
@@ -548,19 +551,55 @@ class Unit:
     def summed(self, full: Tensor, part: Tensor) -> None:
         """Accept a finished sum: it becomes this rank's gradient, or is added to it."""
         if part is not full:
-            self.pool.give(full)
+            self._release(full)
         if self.gradient is None:
             self.gradient = part
         else:
             # A later reduction of the same step: add it, and free its buffer.
             self.gradient += part
-            self.pool.give(part, keep=not self.alone)
+            self._release(part, keep=not self.alone)
 
     def spend(self) -> None:
         """Release the gradient after an update has used it."""
         assert self.gradient is not None
-        self.pool.give(self.gradient, keep=not self.alone)
+        self._release(self.gradient, keep=not self.alone)
         self.gradient = None
+
+    def _release(self, gradient: Tensor, *, keep: bool = True) -> None:
+        """Give a gradient's buffer back to the pool."""
+        self.pool.give(gradient, keep=keep)
+
+
+class SteadyUnit(Unit):
+    """Weights whose whole gradient stays in one place, to which CUDA graphs add.
+
+    A graph does the same each time, so it cannot overwrite a gradient with the first
+    contribution of a step: the gradient is zeroed before.
+    """
+
+    @property
+    def bytes(self) -> UnitBytes:
+        held = super().bytes
+        # A sum over replicas alone is in place.
+        apart = self.groups.reduce.size > 1
+        return held._replace(
+            gradient=0,
+            gradient_shard=held.gradient_shard if apart else 0,
+            gradient_home=held.gradient,
+        )
+
+    @cached_property
+    def _whole_gradient(self) -> Tensor:
+        return self.pool.take(self.numel, self.precision.reduce)
+
+    def open(self, user: int = 0, microbatch: int = 0) -> None:
+        if self.full is None:
+            self.full = self._whole_gradient.zero_()
+            self._bind_gradient(self.full)
+
+    def _release(self, gradient: Tensor, *, keep: bool = True) -> None:
+        if gradient is not self._whole_gradient:
+            super()._release(gradient, keep=keep)
 
 
 class PlainUnit(Unit):

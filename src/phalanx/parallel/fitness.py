@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
 from ..layout.adapters import ADAPTER_NAMES
+from ..layout.choices import GRAPHS
 from ..layout.exact import (
     exact_word,
     no_subtree,
@@ -60,7 +61,7 @@ def refuse_unfit(model: Model, layout: Layout) -> None:
 def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
     """The layouts that compute the model correctly."""
     known: dict[
-        tuple[int, ...], bool
+        tuple[int | str, ...], bool
     ] = {}  # by everything that a misfit depends on
     chosen = []
     for layout in layouts:
@@ -68,7 +69,7 @@ def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
         # sizes, except the number of parts in `exact`.
         cp = layout.mesh.of("cp.ring") > 1, layout.mesh.of("cp.ulysses") > 1
         parts = layout.exact, layout.time_parts
-        words = bool(layout.compile), *parts
+        words = layout.compile, *parts
         key = layout.tp > 1, layout.seq, *cp, *words
         if key not in known:
             known[key] = not misfits(model, layout) and not mixing(
@@ -90,6 +91,11 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
     if model.original and layout.compile:
         wrong.append(
             "transformers' own code cannot be compiled. Leave compile out."
+        )
+    if model.shape is None and layout.compile == GRAPHS:
+        wrong.append(
+            "compile:graphs covers the built-in models alone: a graph does not see"
+            " what your own forward does on the host. Use compile."
         )
     # Attention and the loss are looked at only where the table itself is right.
     if layout.seq and layout.tp > 1 and not wrong:

@@ -1,7 +1,7 @@
 """One rank's part of a model: the pieces of its stages, sharded and bound to its units."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -12,15 +12,18 @@ from torch import Tensor
 
 from ..comm import World
 from ..layout import Layout, LayoutError, stage_pieces
+from ..layout.choices import GRAPHS
+from ..layout.graphs import SPLIT_BACKWARD
 from ..layout.stages import stage_blocks
 from ..models import ExpertsPart
 from ..models.loss import ExtraLoss
 from ..program import Program, ops
+from . import graphs
 from .batch import edge_shape
 from .block_parts import cut_blocks
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
-from .data import PlainUnit, Precision, Unit
+from .data import PlainUnit, Precision, SteadyUnit, Unit
 from .exact import ExactUnit
 from .experts import Exchange
 from .fitness import refuse_unfit
@@ -198,6 +201,10 @@ def build_local(
         p: _piece(model, p, program, of_number, role, layout, world.device)
         for p in role.pieces
     }
+    if layout.compile == GRAPHS:
+        if role.splits:
+            raise LayoutError(f"{SPLIT_BACKWARD}.")
+        _record_graphs(pieces.values(), world.device)
     taken = {name for piece in pieces.values() for name in piece.takes}
     # Derived tensors that no piece of this rank takes are not computed here.
     derived = {
@@ -273,6 +280,7 @@ class _UnitMaker:
         self.pool, self.precision, self.weights = pool, precision, weights
         self.count = len(model.pieces)
         self.at_host, self.exact = layout.weights_on_host, layout.exact
+        self.steady = layout.compile == GRAPHS
         self.mesh, self.time_parts = layout.mesh, own_time_parts(layout)
         own = {unit for piece in role.pieces for unit in program.units(piece)}
         experts = [piece + self.count for piece in role.pieces]
@@ -340,6 +348,8 @@ class _UnitMaker:
         in_8_bits = self.narrow & {weight.name for weight in weights}
         if in_8_bits and groups.gather.size > 1:
             return NarrowUnit(*given, narrow=in_8_bits, **terms)
+        if self.steady and not frozen:
+            return SteadyUnit(*given, **terms)
         if not frozen and self._may_be_plain and _stays(weights, groups):
             return PlainUnit(*given, **terms)
         return Unit(*given, **terms)
@@ -450,6 +460,15 @@ def _piece(
         time_parts=own_time_parts(layout),
         ep_ranks=layout.ep_ranks,
     )
+
+
+def _record_graphs(pieces: Iterable[Piece], device: torch.device) -> None:
+    """Let compiled pieces record graphs, in one pool of memory."""
+    capture = graphs.capture_of(device)
+    for piece in pieces:
+        # The last piece has its loss only after the backward.
+        if capture is not None and piece.compiled and not piece.last:
+            piece.graphs = graphs.PieceGraphs(piece, capture)
 
 
 def own_time_parts(layout: Layout) -> int:

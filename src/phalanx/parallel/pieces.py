@@ -39,6 +39,7 @@ from ..models.side_by_side import SideBySide, has_hooks
 from .compile import CompiledModule, Factors
 from .data import Unit
 from .exact import ExactUnit
+from .graphs import Key, PieceGraphs, Slot, key_of
 from .low_precision import EightBits, of_expert
 from .model import EVERY
 from .pool import storage_of
@@ -209,6 +210,9 @@ class _Kept:
     boxes: list[Box] = field(default_factory=list)
     pending: list[_PendingGradient] = field(default_factory=list)
     whole: Callable[[], None] | None = None  # a backward postponed as a whole
+    # Where graphs are recorded: the slot that ran, or the shapes of a run without one.
+    slot: Slot | None = None
+    shapes: Key = ()
 
 
 class _Edge(FrequentFunction):
@@ -432,6 +436,8 @@ class Piece:
             offloads,
         )
         self.compiled, self.exact = compiled, exact
+        # Set where graphs are recorded: see `local.py`.
+        self.graphs: PieceGraphs | None = None
         self.ep_ranks = ep_ranks
         # Saved tensors are replaced only where units are dropped, or for offloading.
         self.packs = offloads or any(not unit.resident for unit in units)
@@ -651,10 +657,19 @@ class Piece:
             with torch.no_grad():
                 return past | self._call(mine, named)
         kept = _Kept({}, self.leaf, past=taken.past)
+        if keep and self.graphs is not None:
+            # Graphs are compiled for the strides of a slot's tensors.
+            mine = {name: x.contiguous() for name, x in mine.items()}
+            named = {name: x.contiguous() for name, x in named.items()}
+            kept.shapes = key_of(mine, named)
+            kept.slot = self.graphs.slot(mine, named)
+            if kept.slot is not None:
+                self.kept[microbatch] = kept
+                return past | kept.slot.forward(mine, named)
         self.pending = kept.pending if self.splits else None
         # Nothing has to be packed: autograd saves tensors as it always does.
         if selected is None and not self.packs and torch.is_grad_enabled():
-            out = self._call(self._edges(mine, kept.into), named)
+            out = self.run_forward(mine, named, kept.into)
         else:
             # The second of selective recomputation's forwards keeps its graph.
             again = (
@@ -669,7 +684,7 @@ class Piece:
                 else set[int]()
             )
             with torch.enable_grad(), self._packing(kept.boxes, stays), again:
-                out = self._call(self._edges(mine, kept.into), named)
+                out = self.run_forward(mine, named, kept.into)
         # The attribute would keep the list alive after its weight gradients are
         # computed.
         self.pending = None
@@ -732,6 +747,24 @@ class Piece:
             unit, name = self.owners[factor.weight]
             one = _PendingGradient(unit, name, *factor[1:])
             one.contribute() if pending is None else pending.append(one)
+
+    def run_forward(self, mine: Bundle, named: Bundle, into: Bundle) -> Bundle:
+        """Run the module on a piece's inputs, whose gradients will go to `into`."""
+        return self._call(self._edges(mine, into), named)
+
+    def run_backward(
+        self,
+        roots: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Run autograd; with `keep`, keep its graph and all that it saves."""
+        # torch.autograd.backward ends in this call. Its Python code before costs some
+        # 10 us a call, and the engine checks its arguments itself. A compiled backward
+        # needs some of that code.
+        run = run_compiled_backward if self.compiled else _engine.run_backward
+        run(tuple(roots), tuple(gradients), keep, False, (), True, True)
 
     def _edges(self, mine: Bundle, into: Bundle) -> Bundle:
         edges = dict(mine)
@@ -796,6 +829,11 @@ class Piece:
     def _run(self, microbatch: int, kept: _Kept, gradients: Bundle) -> None:
         for unit in self.trained:
             unit.open(self.number, microbatch)
+        if kept.slot is not None:
+            assert self.graphs is not None
+            kept.into = kept.slot.backward(gradients)
+            self.graphs.release(kept.slot)
+            return
         # An output that no later piece used has no gradient.
         roots = {
             name: root
@@ -803,16 +841,11 @@ class Piece:
             if name in gradients
         }
         if roots:
-            # torch.autograd.backward ends in this call. Its Python code before costs
-            # some 10 us a call, and the engine checks its arguments itself. A compiled
-            # backward needs some of that code.
-            run = (
-                run_compiled_backward
-                if self.compiled
-                else _engine.run_backward
-            )
-            own = tuple([gradients[name] for name in roots])
-            run(tuple(roots.values()), own, False, False, (), True, True)
+            own = [gradients[name] for name in roots]
+            if self.graphs is None:
+                self.run_backward([*roots.values()], own)
+            else:
+                self.graphs.warm_up([*roots.values()], own, kept.shapes)
 
     def _passed(self, kept: _Kept, gradients: Bundle) -> Bundle:
         past = {

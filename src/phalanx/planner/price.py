@@ -20,7 +20,7 @@ from ..layout import (
     stage_pieces,
     staged_pieces,
 )
-from ..layout.choices import DTYPES, MATMULS
+from ..layout.choices import DTYPES, GRAPHS, MATMULS
 from ..layout.optimizers import OPTIMIZERS
 from ..layout.state_bytes import held_bytes
 from ..program import Costs, PieceCost, Sizes, ops
@@ -569,7 +569,8 @@ class Priced:
         frozen = [held.frozen * piece.frozen for piece in self.pieces]
         # One buffer for all gradients during the whole run, which ZeRO-2 and 3
         # do not have.
-        flat = profile.flat_gradients and layout.zero < 2
+        graphs = layout.compile == GRAPHS
+        flat = graphs or (profile.flat_gradients and layout.zero < 2)
         gradient = whole(held.gradient)
         # The exchange is in the dtype of the matrices' update, or of a wider gather.
         update = profile.matrix_row
@@ -579,7 +580,7 @@ class Priced:
             DTYPES[update.gpu_dtype].bytes if update else 0.0,
         )
         element = held_bytes(layout, replace(profile.state, optimizer=1.0))
-        return Sizes(
+        found = Sizes(
             kept=each(lambda c: c.kept),
             input=each(lambda c: c.input),
             kept_after_i=each(lambda c: c.kept_after_i),
@@ -615,3 +616,7 @@ class Priced:
                 matrix_bytes(m, layout, exchanged) for m in matrices
             ),
         )
+        if not graphs:
+            return found
+        # Blocks are compiled, the ends are not.
+        return found.in_graphs(range(1, len(self.pieces) - 1))

@@ -7,7 +7,7 @@ from here, and `simulate` places the same changes on its time axis.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
@@ -32,6 +32,10 @@ class Sizes:
     `gradient_home`: a gradient buffer that exists from the start. `matrices`: what a
     unit sends to the owners of its matrices and back, and the results.
 
+    `slot`: what the CUDA graphs of a piece hold for each microbatch in flight, for the
+    whole run. Such pieces have no `kept` and no `temporary`, and their graphs share
+    `graph_temporary`.
+
     `edge`: a piece's output, which a message takes to the next stage; its gradient is
     as large. `sends_stay`: the group keeps a copy of what was sent until the step ends,
     as gloo's does; otherwise it is freed when received. `derived`: what a rank computes
@@ -53,6 +57,35 @@ class Sizes:
     matrices: tuple[float, ...] = ()
     derived: tuple[float, ...] = ()
     sends_stay: bool = False
+    slot: tuple[float, ...] = ()
+    graph_temporary: float = 0.0
+
+    def in_graphs(self, pieces: Collection[int], *, shapes: int = 1) -> Sizes:
+        """The sizes where the forwards and backwards of these pieces are CUDA graphs.
+
+        Microbatches have `shapes` different shapes, each with slots of its own.
+        """
+
+        def slot(piece: int) -> float:
+            # Input and output, their gradients, and the entries of the batch.
+            copies = 4 * _of(self.edge, piece) + _of(self.derived, piece)
+            return shapes * (_of(self.kept, piece) + copies)
+
+        def others(each: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(
+                0.0 if piece in pieces else size
+                for piece, size in enumerate(each)
+            )
+
+        every = range(len(self.kept))
+        shared = (_of(self.temporary, piece) for piece in pieces)
+        return replace(
+            self,
+            slot=tuple(slot(n) if n in pieces else 0.0 for n in every),
+            graph_temporary=max(shared, default=0.0),
+            kept=others(self.kept),
+            temporary=others(self.temporary),
+        )
 
     @classmethod
     def counts(cls, pieces: int) -> Sizes:
@@ -183,10 +216,26 @@ def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
     always = {"weights": sizes.home, "optimizer": sizes.optimizer}
     if sizes.gradient_home:
         always["gradients"] = sizes.gradient_home
-    return {
+    found = {
         kind: sum(_of(size, u) for u in sorted(units))
         for kind, size in always.items()
     }
+    if sizes.slot:
+        found["activations"] = _of_slots(program, sizes, row)
+        found["temporary"] = sizes.graph_temporary
+    return found
+
+
+def _of_slots(program: Program, sizes: Sizes, row: int) -> float:
+    """The bytes of all slots: of each piece, its most microbatches in flight."""
+    now, most = Counter[int](), Counter[int]()
+    for op in program.rows[row]:
+        if op.kind == ops.FORWARD:
+            now[op.piece] += 1
+            most[op.piece] = max(most[op.piece], now[op.piece])
+        elif op.kind == ops.BACKWARD:
+            now[op.piece] -= 1
+    return sum(_of(sizes.slot, n) * count for n, count in most.items())
 
 
 def peaks(

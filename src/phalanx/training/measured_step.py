@@ -118,6 +118,7 @@ def _sizes(
 
     none = (0.0,) * pieces
     cut = any(unit.groups.reduce.size > 1 for unit in units)
+    homes = each(lambda u: u.bytes.gradient_home)
     return Sizes(
         kept=none,
         input=none,
@@ -125,5 +126,6 @@ def _sizes(
         gathered=each(lambda u: 0 if u.resident else u.bytes.weights),
         gradient=each(lambda u: u.bytes.gradient),
         gradient_shard=each(lambda u: u.bytes.gradient_shard) if cut else (),
+        gradient_home=homes if any(homes) else (),
         optimizer=tuple(float(state.get(n, 0)) for n in range(pieces)),
     )
