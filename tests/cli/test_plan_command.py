@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.api.plan import request
+from phalanx.api.plan import plan, request
 from phalanx.cli import main
 from phalanx.cli.usage import UsageError
 from phalanx.cost import step_flops
 from phalanx.layout import Layout, Run, Shape, legal
 from phalanx.layout.run import refuse_random_by_name
+from phalanx.planner.search import Plan, search
 from phalanx.planner.spend import interval, spending
-from phalanx.planner.step import Choice, Pricer
+from phalanx.planner.step import Choice, Pricer, Request
 
 Capture = pytest.CaptureFixture[str]
 SMALL = [
@@ -392,6 +393,26 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     found = re.search(r"It fits with --limit (\S+):", out + " ")
     assert found
     assert main([*argv, "--limit", found[1]]) == 0
+
+
+def test_where_nothing_fits_clusters_that_cannot_hold_it_are_not_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[str] = []
+
+    def noted(asked: Request, *, top: int, explained: bool = True) -> Plan:
+        searched.append(asked.cluster)
+        return search(asked, top=top, explained=explained)
+
+    monkeypatch.setattr("phalanx.api.plan.search", noted)
+    monkeypatch.setattr("phalanx.api.plan._MORE_DEVICES", (2,))
+    monkeypatch.setattr("phalanx.api.plan._FAR_MORE_DEVICES", (4,))
+    found = plan("124m", "h100x1", batch_tokens=16384, limit=0.02)
+    assert "h100x4 is the first multiple that could" in str(found)
+    assert {*searched} == {"h100x1"}
+    # A search of the cluster in between finds nothing indeed.
+    more = request("124m", "h100x2", batch_tokens=16384, limit=0.02)
+    assert not search(more, top=1).layouts
 
 
 def test_a_batch_of_fewer_sequences_than_devices_is_planned_without_that_much_data_parallel(

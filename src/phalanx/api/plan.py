@@ -14,7 +14,7 @@ from ..layout.trainer_table import trainer_named
 from ..layout.trainer_write import Written
 from ..planner import MachineError
 from ..planner.routing import BALANCED, Routing
-from ..planner.search import Baseline, Plan, baselines, search
+from ..planner.search import Baseline, Plan, baselines, could_fit, search
 from ..planner.step import Choice, Request
 from . import UsageError
 from .plan_text import plan_figures, plan_text
@@ -33,6 +33,8 @@ _MORE_ROOM = (
     3.0,
 )
 _MORE_DEVICES = (2, 4, 8, 16)
+# Only the memory of these is bounded.
+_FAR_MORE_DEVICES = (32, 64, 128, 256)
 
 
 class PlanTerms(TypedDict, total=False):
@@ -147,52 +149,71 @@ def _nothing(request: Request, plan: Plan) -> Iterator[str]:
         f" --limit {request.limit:g} leaves of a device."
     )
     yield "This includes layouts with recomputation and with the optimizer on the host."
-    yield from _ways_out(request, least, plan.room)
+    # The program that needs the least memory, or its bound if none was built.
+    most = max(least, plan.room)
+    yield from _larger_share(
+        request, plan.smallest.bytes if plan.smallest else most
+    )
+    yield from _more_devices(request)
 
 
-def _ways_out(request: Request, least: float, room: float) -> list[str]:
-    """Suggest the nearest change that works: a larger share of memory, or up to 16
-    times the devices."""
-    memory, found = request.hardware.memory, []
-    # Share of a device's memory; the factors look for the least that a whole
-    # program fits in.
-    needed = max(least, room) / memory
+def _larger_share(request: Request, least: float) -> Iterator[str]:
+    """Yield the least share of a device's memory that suffices, if one does."""
+    # The factors look for the least that a whole program fits in.
+    needed = least / request.hardware.memory
     for part in sorted(
         {math.ceil(100 * factor * needed) for factor in _MORE_ROOM}
     ):
         # In percent: no limit above the whole device can be set.
         if part > 100:
-            break
-        if (more := search(replace(request, limit=part / 100), top=1)).layouts:
-            held = bytes_text(more.layouts[0].bytes)
-            found.append(
-                f"It fits with --limit {part / 100:g}: {more.layouts[0].layout}, {held}."
-            )
-            break
-    # Only a cluster by name has larger siblings; a measured machine is what it
-    # is.
-    for factor in _MORE_DEVICES if request.cluster else ():
-        # "h100x64" -> "h100x128", "h100x256", ...
-        name = f"{request.cluster.rpartition('x')[0]}x{request.hardware.ranks * factor}"
-        try:
-            hardware = where(name, None).hardware
-        # Not every device is offered in this number, such as a pod that must
-        # be filled.
-        except MachineError:
+            return
+        more = replace(request, limit=part / 100)
+        found = search(more, top=1, explained=False).layouts
+        if found:
+            held = bytes_text(found[0].bytes)
+            yield f"It fits with --limit {part / 100:g}: {found[0].layout}, {held}."
+            return
+
+
+def _more_devices(request: Request) -> Iterator[str]:
+    """Yield the smallest cluster that suffices, up to 16 times the devices.
+
+    Without one, it is the smallest that could by its memory. Clusters that cannot are
+    not searched.
+    """
+    first = ""
+    for factor in (*_MORE_DEVICES, *_FAR_MORE_DEVICES):
+        larger = _with_devices(request, request.hardware.ranks * factor)
+        if larger is None or not could_fit(larger):
             continue
-        # The same batch, so that the answers differ in devices alone.
-        batch = max(request.batch, 1)
-        plan = search(
-            replace(request, hardware=hardware, batch=batch, cluster=name),
-            top=1,
-        )
-        if plan.layouts:
-            best = plan.layouts[0]
-            return [
-                *found,
-                f"It fits on {name}: {best.layout} needs {bytes_text(best.bytes)}.",
-            ]
-    return found
+        first = first or larger.cluster
+        if factor not in _MORE_DEVICES:
+            break
+        found = search(larger, top=1, explained=False).layouts
+        if found:
+            best = found[0]
+            held = bytes_text(best.bytes)
+            yield f"It fits on {larger.cluster}: {best.layout} needs {held}."
+            return
+    if first:
+        yield f"By lower bounds of memory, {first} is the first multiple that could hold it."
+
+
+def _with_devices(request: Request, ranks: int) -> Request | None:
+    """The request with another number of devices; None if there is no such cluster."""
+    # Only a cluster by name has larger siblings; a measured machine is what it is.
+    if not request.cluster:
+        return None
+    # "h100x64" -> "h100x128", "h100x256", ...
+    name = f"{request.cluster.rpartition('x')[0]}x{ranks}"
+    try:
+        hardware = where(name, None).hardware
+    # Not every device is offered in this number, such as a pod that must be filled.
+    except MachineError:
+        return None
+    # The same batch, so that the answers differ in devices alone.
+    batch = max(request.batch, 1)
+    return replace(request, hardware=hardware, batch=batch, cluster=name)
 
 
 def request(

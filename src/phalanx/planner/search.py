@@ -58,6 +58,7 @@ class Plan:
 
     layouts: tuple[Choice, ...]
     fastest: Choice | None
+    smallest: Choice | None  # of all that were simulated, also too large ones
     refused: tuple[Refusal, ...]
     considered: int
     fitting: int
@@ -282,6 +283,9 @@ class Screened:
         for part in _ROOMS:
             if self._walk(ideas, top, room, part * room):
                 break
+            # If not even those with the lowest bounds fit, emptier ones will not.
+            if not ideas and not self.emptiest(room):
+                break
         return sorted(ideas.values(), key=lambda j: self.choices[j].step)[:top]
 
     def _walk(
@@ -414,18 +418,41 @@ class Screened:
         return []
 
 
-@uncollected()
-def search(request: Request, *, top: int = 10) -> Plan:
-    """The plan for a request: its best layouts."""
-    pricer, room = Pricer(request), request.room
+def spaces(request: Request, pricer: Pricer) -> Iterator[Space]:
+    """The usual layouts, then those that are tried only if none of them fits.
+
+    These keep the inputs of fewer blocks, or the optimizer on the host.
+    """
     space = Space(request)
     space = replace(space, seq_only=_seq_only(space, pricer))
-    # Only if nothing fits: keep the inputs of fewer blocks, then offload the optimizer.
-    fewer = replace(space, recomputes=("every=2", "every=4", "every=8"))
-    away = replace(
-        space, recomputes=("all", "every=4"), offload=("optimizer",)
+    yield space
+    yield replace(space, recomputes=("every=2", "every=4", "every=8"))
+    yield replace(space, recomputes=("all", "every=4"), offload=("optimizer",))
+
+
+@uncollected()
+def could_fit(request: Request) -> bool:
+    """False if every layout needs more memory than there is, by its lower bound.
+
+    It takes a small part of a search's time, as no program is built.
+    """
+    pricer = Pricer(request)
+    return any(
+        bool((Screened(space, pricer).bytes <= request.room).any())
+        for space in spaces(request, pricer)
+        if space.options
     )
-    for each in (space, fewer, away):
+
+
+@uncollected()
+def search(request: Request, *, top: int = 10, explained: bool = True) -> Plan:
+    """The plan for a request: its best layouts.
+
+    Unless `explained`, it lacks the reasons why other layouts lost.
+    """
+    pricer, room = Pricer(request), request.room
+    smallest: Choice | None = None
+    for each in spaces(request, pricer):
         screened = Screened(each, pricer)
         fits = screened.bytes <= room
         best = screened.best(top, room) or (
@@ -439,6 +466,10 @@ def search(request: Request, *, top: int = 10) -> Plan:
             len(screened.choices),
             len(best),
         )
+        tried = [*screened.choices.values()]
+        if smallest:
+            tried.append(smallest)
+        smallest = min(tried, key=lambda choice: choice.bytes, default=None)
         if best:
             break
     for i in best:
@@ -453,11 +484,14 @@ def search(request: Request, *, top: int = 10) -> Plan:
         first = screened.simplest(best, room)
         idea = screened.idea(first)
         shown = [first, *(i for i in best if screened.idea(i) != idea)][:top]
+    compared = [*best[:1], *shown[:1]]
+    refused = refusals(screened, compared, room, _MORE) if explained else ()
     # The advised layout first, without its other variants.
     return Plan(
         layouts=tuple(screened.choices[i] for i in shown),
         fastest=fastest,
-        refused=refusals(screened, [*best[:1], *shown[:1]], room, _MORE),
+        smallest=smallest,
+        refused=refused,
         considered=len(screened),
         fitting=int(fits.sum()),
         simulated=len(screened.choices),

@@ -334,9 +334,12 @@ def joint_lanes(layout: Layout, hardware: Hardware) -> frozenset[str]:
         return frozenset()
     # Shards inside a server and replicas between servers use different links.
     inside = nearest(layout) * layout.shards <= hardware.node < layout.ranks
+    # Without shards there is no second sum, and layouts that differ in the order of
+    # their axes have one program.
+    second = layout.shards > 1 or layout.exact
     return (
         _UNIT_LANES - {KINDS[ops.REDUCE_REPLICAS].lane}
-        if inside
+        if inside and second
         else _UNIT_LANES
     )
 

@@ -147,10 +147,14 @@ def _names(program: Program) -> Iterator[str]:
                 yield f"{who}: {op} stands {count} times; each operation stands once."
             if op.kind in ops.ON_STEP:
                 continue
-            host, users = homes.get(op.piece), program.users(op.piece)
+            host = homes.get(op.piece)
             # A tied unit may be gathered and summed on every stage that uses it.
-            tied = op.kind in ops.ON_UNIT and any(
-                homes.get(p) == number for p in users
+            tied = (
+                host != number
+                and op.kind in ops.ON_UNIT
+                and any(
+                    homes.get(p) == number for p in program.users(op.piece)
+                )
             )
             if host is None and not tied:
                 yield f"{who}: {op} names piece {op.piece}, of which no rank has a forward."
@@ -215,7 +219,8 @@ def _groups(made: Graph) -> Iterator[str]:
     for sent, received in ends.values():
         there = [_message(op) for _, op in sent]
         here = [_message(op) for _, op in received]
-        lost, never = set(there) - set(here), set(here) - set(there)
+        lost = set(there) - set(here)
+        never = set(here) - set(there)
         for (row, op), message in zip(sent, there, strict=True):
             if message in lost:
                 yield f"{_rank(made.program, row)}: {op} is sent and never received."
@@ -258,10 +263,12 @@ def _collectives(made: Graph) -> Iterator[str]:
 def _left_over(program: Program, number: int) -> Iterator[str]:
     """Yield values that nothing uses: outputs not sent, forwards without a backward."""
     who, row = _rank(program, number), program.rows[number]
-    have, homes = set(row), program.homes[number]
-    named, again = {op[:3] for op in row if not op.of}, recomputed(row)
+    have = set(row)
+    homes = program.homes[number]
+    named = {op[:3] for op in row if not op.of}
+    again = recomputed(row)
     # Only a program with backwards must use what its forwards keep.
-    trains = any(op.kind in ops.PROPAGATES for r in program.rows for op in r)
+    trains = not program.kinds.isdisjoint(ops.PROPAGATES)
     for op in row:
         kind, piece, m, of, _ = op
         if kind == ops.SEND or (kind not in ops.ON_MICROBATCH and not of):
@@ -341,11 +348,7 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
         yield f"{who}: unit {unit} is still gathered at the end; {drop} is missing after its last use."
     yield from _step_ends(who, now)
     # A program without sums and updates is no training step.
-    if any(
-        op.kind in (*ops.FIRST_SUMS, ops.UPDATE)
-        for row in program.rows
-        for op in row
-    ):
+    if not program.kinds.isdisjoint((*ops.FIRST_SUMS, ops.UPDATE)):
         for unit, left in sorted(
             (u, left) for u, left in now.open.items() if left
         ):
@@ -372,9 +375,11 @@ def _pairs(program: Program, number: int) -> Iterator[str]:
         sums, shares = ops.FIRST_SUMS, ops.REPLICA_SUMS
         pairs.append((sums[program.exact], shares[program.exact]))
     for kind, other in pairs:
-        for op in row:
+        for op in row if kind in program.kinds else ():
+            if op.kind != kind:
+                continue
             partner = op._replace(kind=other)
-            if op.kind == kind and partner not in have:
+            if partner not in have:
                 yield f"{who}: {op} needs {partner} in the same step, which is missing."
 
 
@@ -386,8 +391,7 @@ def _step_ends(who: str, now: State) -> Iterator[str]:
 
 def _ties(program: Program) -> Iterator[str]:
     """Yield weights on two stages whose gradients are not summed once per step."""
-    sums = ops.FIRST_SUMS
-    if not any(op.kind in sums for row in program.rows for op in row):
+    if program.kinds.isdisjoint(ops.FIRST_SUMS):
         return
     for number, row in enumerate(program.rows):
         homes = program.homes[number]

@@ -70,13 +70,14 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
         for i, (op, needs) in enumerate(
             zip(state.ops, state.needed, strict=True), base
         ):
-            if op.of:
-                flow = op.kind, op.of, op.peer
+            kind, _, _, of, peer = op
+            if of:
+                flow = kind, of, peer
                 if flow not in flows:
                     flows[flow] = lane(op, program, number)
                 where = flows[flow]
             else:
-                where = of_kind[op.kind]
+                where = of_kind[kind]
             first: list[int] = []
             waits: list[int] = []
             for need in needs:
@@ -115,24 +116,29 @@ def _pair(made: Graph) -> None:
     """Join the operations that are one event."""
     joint: dict[tuple[object, ...], int] = {}
     seen: Counter[tuple[str, str]] = Counter()
-    events, event, collectives = (
-        made.events,
-        made.event,
-        frozenset(ops.COLLECTIVES),
-    )
+    events = made.events
+    event = made.event
+    collectives = frozenset(ops.COLLECTIVES)
+    # The group of a kind's collectives, by row.
+    groups: dict[tuple[int, str], tuple[int, ...]] = {}
     for i, (row, op) in enumerate(made.ops):
         number = len(events)
+        kind = op.kind
         if op.of:
             # Both ends count their messages on the flow; equal counts are the same
             # message.
-            end = (made.lanes[i], op.kind)
+            end = (made.lanes[i], kind)
             number = joint.setdefault((made.lanes[i], seen[end]), number)
             seen[end] += 1
         # Collectives match by kind, unit and count among the rows of the group.
-        elif op.kind in collectives:
-            number = joint.setdefault(
-                (op[:3], _group(made.program, row, op)), number
-            )
+        elif kind in collectives:
+            group = groups.get((row, kind))
+            if group is None:
+                group = _group(made.program, row, op)
+                # The group of a tied sum depends on its unit.
+                if kind != ops.TIE:
+                    groups[row, kind] = group
+            number = joint.setdefault((op[:3], group), number)
         if number == len(events):
             events.append([i])
         else:
@@ -143,7 +149,8 @@ def _pair(made: Graph) -> None:
 def possible(made: Graph) -> list[int]:
     """The events in a possible order, without those that can never start."""
     # Kahn's algorithm: an event is ready when all that it waits for are done.
-    waits, of = [0] * len(made.events), made.event
+    waits = [0] * len(made.events)
+    of = made.event
     after: list[list[int]] = [[] for _ in made.events]
     for event, before in zip(of, made.before, strict=True):
         waits[event] += len(before)

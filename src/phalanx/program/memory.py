@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import add
+from operator import add, gt
 
 from . import ops, state
 from .program import Op, Program
@@ -277,7 +277,8 @@ def _highest(
     # Memory after each start and end of an operation, in the order of the list.
     held = _running(sum(always.values()), net, flow)
     # Starts have odd indices: memory is highest after something is taken.
-    at = max(range(1, len(held), 2), key=held.__getitem__, default=0)
+    begun = held[1::2]
+    at = 1 + 2 * begun.index(max(begun)) if begun else 0
     if held[at] <= held[0]:
         return held[0], -1, dict(always)
     # Buffers that are taken and not yet given back.
@@ -303,10 +304,12 @@ def _peak(program: Program, sizes: Sizes, row: int, walked: State) -> Peak:
         net = [sum(each) for each in own]
         start = always.get(kind, 0.0)
         now = _running(start, net, walked.flow)
+        kinds[kind] = max(now)
         # A bundle may take before it gives back.
         most = [max(accumulate(each), default=0.0) for each in own]
-        peaks = map(most.__getitem__, walked.flow)
-        kinds[kind] = max([now[0], *map(add, now, peaks)])
+        if any(map(gt, most, (max(0.0, each) for each in net))):
+            peaks = map(most.__getitem__, walked.flow)
+            kinds[kind] = max(kinds[kind], *map(add, now, peaks))
     return Peak(total, walked.ops[at] if at >= 0 else None, kinds, then)
 
 

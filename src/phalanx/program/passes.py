@@ -5,7 +5,6 @@ applies them in order.
 """
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -333,30 +332,43 @@ def _receives(
 ) -> dict[int, list[Op]]:
     """The positions at which a row receives the messages sent to it."""
     before: dict[int, list[Op]] = defaultdict(list)
-    computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
     entries: set[int] = set()
     for (_, up), sent in flows.items():
         ahead = 1 if up else -1
         entries |= {piece + ahead for piece in {op.piece for op in sent}}
-    at = {op[:3]: i for i, op in enumerate(row) if op.piece in entries}
+    at: dict[tuple[str, int, int], int] = {}
+    # The last computation before each position, or else the first of the row.
+    previous: list[int] = []
+    computed = next(
+        (i for i, op in enumerate(row) if op.kind in ops.COMPUTES), 0
+    )
+    for i, (kind, piece, m, _, _) in enumerate(row):
+        previous.append(computed)
+        if piece in entries:
+            at[kind, piece, m] = i
+        if kind in ops.COMPUTES:
+            computed = i
     for (_, forward), sent in flows.items():
         # From the last send to the first: no receive is later than the one behind it.
-        latest, kinds = len(row), [ops.FORWARD] if forward else ops.PROPAGATES
+        latest = len(row)
+        kinds = [ops.FORWARD] if forward else ops.PROPAGATES
+        ahead = 1 if forward else -1
         for op in reversed(sent):
-            to, m = op.piece + (1 if forward else -1), op.index
-            kind = next((kind for kind in kinds if (kind, to, m) in at), None)
-            if kind is None:
+            to = op.piece + ahead
+            m = op.index
+            for kind in kinds:
+                if (kind, to, m) in at:
+                    break
+            else:
                 continue  # `check` reports a value that is sent and never used
+            first = at[kind, to, m]
             # A gradient is received before the recomputation in front of its backward.
-            again = () if forward else ops.RECOMPUTES
-            first = min(
-                at[k, to, m] for k in (kind, *again) if (k, to, m) in at
-            )
-            latest = min(
-                latest, computes[max(0, bisect_left(computes, first) - 1)]
-            )
-            before[latest].insert(0, Op(ops.RECEIVE, to, m, kind, op.piece))
-    return before
+            for repeat in () if forward else ops.RECOMPUTES:
+                first = min(first, at.get((repeat, to, m), first))
+            latest = min(latest, previous[first])
+            # From the last to the first as well, and turned round below.
+            before[latest].append(Op(ops.RECEIVE, to, m, kind, op.piece))
+    return {place: each[::-1] for place, each in before.items()}
 
 
 def gather(
@@ -609,6 +621,19 @@ def matrices(program: Program, units: Collection[int]) -> Program:
     return program.with_rows(rows)
 
 
+_ALL_SUMS = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
+
+
+def _updates(row: Sequence[Op]) -> dict[Op, Op]:
+    """The update of each unit, by the last sum of its gradient."""
+    last: dict[int, Op] = {}
+    # From the end: a unit's first sum that is seen is its last.
+    for op in reversed(row):
+        if op.kind in _ALL_SUMS:
+            last.setdefault(op.piece, op)
+    return {op: Op(ops.UPDATE, unit) for unit, op in reversed(last.items())}
+
+
 def finish(program: Program, *, agree: bool) -> Program:
     """Insert the count of tokens at the start, and the updates.
 
@@ -616,29 +641,26 @@ def finish(program: Program, *, agree: bool) -> Program:
     one is updated as soon as another operation has waited for its reduction: an update
     right behind the reduction would make the rank wait for it and compute nothing.
     """
+    each = [_updates(row) for row in program.rows]
+    if agree:
+        return program.with_rows(
+            [Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()]
+            for row, updates in zip(program.rows, each, strict=True)
+        )
     rows, short = [], []
-    sums = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
     # Before the first reduction none is in flight, so only the gradients begun by then
     # matter.
     begins = [
-        next((i for i, op in enumerate(r) if op.kind in sums), len(r))
+        next((i for i, op in enumerate(r) if op.kind in _ALL_SUMS), len(r))
         for r in program.rows
     ]
     for row, begin in zip(program.rows, begins, strict=True):
         firsts = {op[:2]: op for op in reversed(row[:begin])}
         short.append((*firsts.values(), *row[begin:]))
     few = program.with_rows(short)
-    for number, (row, begin) in enumerate(
-        zip(program.rows, begins, strict=True)
+    for number, (row, begin, updates) in enumerate(
+        zip(program.rows, begins, each, strict=True)
     ):
-        last = {op.piece: i for i, op in enumerate(row) if op.kind in sums}
-        updated = [row[i] for i in sorted(last.values())]
-        updates = {op: Op(ops.UPDATE, op.piece) for op in updated}
-        if agree:
-            rows.append(
-                [Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()]
-            )
-            continue
         # Without an agreement, follow the state to see which sums were waited for.
         out, state = [Op(ops.COUNT), *row[:begin]], State(few, number)
         left = len(row) - begin

@@ -188,7 +188,7 @@ class Program:
         lines = [self.line(row) for row in range(len(self.rows))]
         # Rows of one pipeline share a table.
         homes = {
-            line: {p: r for r in line for p in holds[r]} for line in lines
+            line: {p: r for r in line for p in holds[r]} for line in {*lines}
         }
         return tuple(homes[line] for line in lines)
 
@@ -215,16 +215,19 @@ class Program:
         return 1 + max((op.index for op in forwards), default=-1)
 
     @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of operation that occur on any rank."""
+        return frozenset(op.kind for row in self.rows for op in row)
+
+    @cached_property
     def replicated(self) -> bool:
         """True if gradients are reduced over shards, then over replicas (HSDP)."""
-        return any(
-            op.kind in ops.REPLICA_SUMS for row in self.rows for op in row
-        )
+        return not self.kinds.isdisjoint(ops.REPLICA_SUMS)
 
     @cached_property
     def exact(self) -> bool:
         """True if gradients are added in one fixed tree: see `tree.py`."""
-        return any(op.kind == ops.ADD for row in self.rows for op in row)
+        return ops.ADD in self.kinds
 
     def tree_op(self, kind: str, unit: int, user: int, m: int = 0) -> Op:
         """An operation on the gradient that the piece `user` makes of a unit.

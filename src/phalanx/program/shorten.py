@@ -41,7 +41,8 @@ class Short(NamedTuple):
         first = [0, *accumulate(map(len, self.program.rows))]
         least = [start + BEHIND * length for start, _, length in self.windows]
         # for each row: the operations examined so far, and those to examine
-        done, reach = first[:-1], list(map(add, first, least))
+        done = first[:-1]
+        reach = list(map(add, first, least))
         # Follow what the points wait for: everything up to a point belongs to it.
         while done != reach:
             todo = [
@@ -120,7 +121,8 @@ def _numbered(op: Op) -> bool:
 
 def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
     """The windows around the middle of a row, of `period` microbatches each, or None."""
-    numbers, kinds = list(map(itemgetter(2), row)), list(map(_KIND, row))
+    numbers = list(map(itemgetter(2), row))
+    kinds = list(map(_KIND, row))
     known = {
         kind for kind in set(kinds) if kind[2] or kind[0] in ops.ON_MICROBATCH
     }
@@ -131,7 +133,8 @@ def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
     same = bytes(map(min, again, later))
     middle = len(same) // 2
     # The longest run of that around the middle.
-    start, end = same.rfind(0, 0, middle) + 1, same.find(0, middle)
+    start = same.rfind(0, 0, middle) + 1
+    end = same.find(0, middle)
     end = (len(same) if end < 0 else end) + length
     each = Counter(kinds[start : start + length])
     # A window must hold each kind once for each of its microbatches, and nothing else.

@@ -131,13 +131,13 @@ def compiled(
     waiting: dict[int, list[int]] = {}
     last: dict[int, int] = {}
     # A lane that does not overlap: the next computation waits for what it did before.
-    for i, (row, _) in enumerate(made.ops) if blocking or joint else ():
-        lane = made.lanes[i]
+    for i, lane in enumerate(made.lanes) if blocking or joint else ():
         if lane in blocking:
-            waiting.setdefault(row, []).append(i)
-        elif lane == ops.COMPUTE:
-            made.before[i].extend(waiting.pop(row, ()))
+            waiting.setdefault(made.ops[i][0], []).append(i)
+        elif waiting and lane == ops.COMPUTE:
+            made.before[i].extend(waiting.pop(made.ops[i][0], ()))
         if lane in joint:
+            row = made.ops[i][0]
             made.before[i].extend([last[row]] if row in last else [])
             last[row] = i
     order = possible(made)
@@ -151,42 +151,48 @@ def compiled(
     # The same event at the same rows and pieces has one price.
     known: dict[object, int] = {}
     result = Compiled(
-        program, made, [], place, [], [], [[] for _ in program.rows]
+        program=program,
+        graph=made,
+        before=[],
+        place=place,
+        price=[],
+        priced=[],
+        computing=[[] for _ in program.rows],
     )
-    before, price, priced = result.before, result.price, result.priced
+    before = result.before
+    price = result.price
+    priced = result.priced
+    all_ops = made.ops
+    waits_of = made.before
+    events = made.events
     at = [place[event] for event in made.event]
     for event in order:
-        members = made.events[event]
+        members = events[event]
         # All microbatches of a piece take the same time.
         key: object
         if len(members) == 1:
             i = members[0]
-            waits = made.before[i]
+            waits = waits_of[i]
             before.append(
                 (at[waits[0]],)
                 if len(waits) == 1
                 else tuple({at[j] for j in waits})
             )
-            row, op = made.ops[i]
-            key = row, op.kind, op.piece
+            row, op = all_ops[i]
+            key = row, op[0], op[1]
         else:
-            before.append(
-                tuple({at[j] for i in members for j in made.before[i]})
-            )
-            own = [made.ops[i] for i in members]
-            key = tuple((row, op.kind, op.piece) for row, op in own)
-        number = known.setdefault(key, len(priced))
-        if number == len(priced):
-            priced.append(
-                tuple(
-                    (first[row], op)
-                    for row, op in (made.ops[i] for i in members)
-                )
-            )
+            before.append(tuple({at[j] for i in members for j in waits_of[i]}))
+            own = [all_ops[i] for i in members]
+            key = tuple((row, *op[:2]) for row, op in own)
+        number = known.get(key)
+        if number is None:
+            number = known[key] = len(priced)
+            own = [all_ops[i] for i in members]
+            priced.append(tuple((first[row], op) for row, op in own))
         price.append(number)
-    for i, (row, op) in enumerate(made.ops):
-        if made.lanes[i] == ops.COMPUTE:
-            result.computing[row].append((at[i], op))
+    for place_of, lane, (row, op) in zip(at, made.lanes, all_ops, strict=True):
+        if lane == ops.COMPUTE:
+            result.computing[row].append((place_of, op))
     return result
 
 
@@ -227,11 +233,14 @@ def _sharing(
     # the rows at work in an event
     size = [len(made.priced[made.price[n]]) for n in range(count)]
     left: dict[int, float] = {}
-    ready, now, busy = [n for n in range(count) if not waits[n]], 0.0, 0
+    ready = [n for n in range(count) if not waits[n]]
+    now = 0.0
+    busy = 0
     # Processor sharing: until the next event ends, all progress at one rate.
     while ready or left:
         for n in ready:
-            starts[n], left[n] = now, prices[made.price[n]]
+            starts[n] = now
+            left[n] = prices[made.price[n]]
             busy += size[n]
         ready = []
         slower = max(1.0, busy / cores)

@@ -9,7 +9,7 @@ them into edges, `check` reports missing ones, the executor waits for them) and 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -92,6 +92,10 @@ class _Flow(NamedTuple):
     opened: tuple[int, ...] = ()  # units of which a whole gradient begins
 
 
+# The rest of a message, which has nothing but kind and piece.
+_NO_FLOW = _Flow("", 0)[2:]
+
+
 class State:
     """One rank's list, followed operation by operation.
 
@@ -116,22 +120,34 @@ class State:
             )
         )
         self.named = {op[:3]: op for op in self.ops if not op.of}
-        self.recomputes = recomputed(self.ops)
-        self.has = {op.kind for op in self.ops}
-        self.brings = [kind for kind in ops.BRINGS_VALUE if kind in self.has]
+        # The list by kind, in one pass: most kinds are few operations.
+        by_kind: defaultdict[str, list[Op]] = defaultdict(list)
+        for op in self.ops:
+            by_kind[op[0]].append(op)
+        self.has = {*by_kind}
+
+        def of_kinds(*kinds: str) -> list[Op]:
+            return [op for kind in kinds for op in by_kind.get(kind, ())]
+
+        self.recomputes = recomputed(of_kinds(*ops.RECOMPUTES))
+        self.brings = self._there(ops.BRINGS_VALUE)
+        # The kinds that give the piece below its gradient: tokens that come back
+        # from other ranks, or the backward itself.
+        self.brings_gradient = self._there(ops.BRINGS_GRADIENT)
+        self.gives_gradient = self._there(
+            (*ops.BRINGS_GRADIENT, *ops.PROPAGATES)
+        )
         self.last_piece = program.pieces - 1
-        gathered = {op.piece for op in self.ops if op.kind == ops.GATHER}
+        gathered = {op.piece for op in of_kinds(ops.GATHER)}
         # Units always whole at home, whatever is gathered beside them.
         self.at_home = {*program.frozen} - gathered
-        received = [op for op in self.ops if op.kind == ops.RECEIVE]
+        received = of_kinds(ops.RECEIVE)
         self.incoming = {
             (op.piece, op.of == ops.FORWARD, op.index): op for op in received
         }
         self.entries = {op.piece for op in received}
         # The pieces whose backward needs summed choices.
-        self.chooses = {
-            op.piece for op in self.ops if op.kind == ops.SUM_CHOICES
-        }
+        self.chooses = {op.piece for op in of_kinds(ops.SUM_CHOICES)}
         # Activations by (piece, microbatch): ops.KEPT, ops.SELECTED, INPUT or
         # ops.FACTORS.
         self.kept: dict[tuple[int, int], str] = {}
@@ -143,9 +159,7 @@ class State:
         self.stale: set[int] = set()  # updated since they were gathered
         self.updated: dict[int, Op] = {}
         # Units whose gathers need scales, and their agreements since the last update.
-        self.narrow = {
-            op.piece for op in self.ops if op.kind == ops.AGREE_SCALES
-        }
+        self.narrow = {op.piece for op in of_kinds(ops.AGREE_SCALES)}
         self.scaled: dict[int, Op] = {}
         self.updates: Counter[int] = Counter()  # in this step
         # Gradients by unit.
@@ -154,7 +168,7 @@ class State:
         # Reductions that nothing has waited for, in order.
         self.under_way: dict[Op, None] = {}
         # Reductions whose gradient has not begun.
-        self.unbegun = sum(op.kind in ops.FIRST_SUMS for op in self.ops)
+        self.unbegun = len(of_kinds(*ops.FIRST_SUMS))
         # In a step of `exact`: by unit and the piece that uses it, the microbatches
         # that wait for their addition, and those that each sum of the tree covers.
         self.leaves: dict[tuple[int, int], set[int]] = {}
@@ -178,7 +192,13 @@ class State:
         self.flow: list[int] = []
         self.bundles: list[Changes] = []
         self._numbers: dict[Changes, int] = {}
-        self._known: dict[_Flow, tuple[int, int]] = {}
+        self._known: dict[tuple[Any, ...], tuple[int, int]] = {}
+        # Needs of weights by piece, until an operation on a unit changes them.
+        self._of_weights: dict[int, Needs] = {}
+
+    def _there(self, kinds: Iterable[str]) -> list[str]:
+        """The kinds that occur in the list."""
+        return [kind for kind in kinds if kind in self.has]
 
     def walk(self) -> Iterator[tuple[Op, Needs]]:
         """Yield each operation and its needs, with the state before it."""
@@ -257,7 +277,9 @@ class State:
         return [*self._weights(op.piece), op._replace(piece=op.piece - 1)]
 
     def _of_unit(self, op: Op) -> Needs:
-        kind, unit, takes = op.kind, op.piece, ops.KINDS[op.kind].takes
+        kind = op.kind
+        unit = op.piece
+        takes = ops.KINDS[kind].takes
         if kind == ops.REDUCE:
             none: Needs = [f"a gradient of unit {unit} not yet summed"]
             return [*(self.open.get(unit) or none), *self._turn(op)]
@@ -388,6 +410,11 @@ class State:
         return " or ".join(str(Op(kind, op.piece, op.index)) for kind in kinds)
 
     def _weights(self, piece: int) -> Needs:
+        if piece not in self._of_weights:
+            self._of_weights[piece] = self._find_weights(piece)
+        return self._of_weights[piece]
+
+    def _find_weights(self, piece: int) -> Needs:
         needs: Needs = []
         for unit in self.program.units(piece):
             # A gather since the last update has the weights of this step.
@@ -457,7 +484,7 @@ class State:
     def _from_above(self, piece: int, m: int) -> Needs:
         """The gradient that the next piece gives, or its message."""
         apart = self._apart(piece + 1, m)
-        for kind in (*ops.BRINGS_GRADIENT, *(() if apart else ops.PROPAGATES)):
+        for kind in self.brings_gradient if apart else self.gives_gradient:
             if above := self.named.get((kind, piece + 1, m)):
                 return [above]
         if apart:
@@ -486,7 +513,7 @@ class State:
         if kind in ops.COMPUTES:
             start, end = self._compute(op)
         elif op.of:
-            start, end = self._after(_Flow(kind, min(op.piece, op.peer)))
+            start, end = self._after((kind, min(op.piece, op.peer), *_NO_FLOW))
         else:
             changed: tuple[list[Change], list[Change]] = [], []
             if kind in (ops.OFFLOAD, ops.RELOAD):
@@ -558,18 +585,9 @@ class State:
                     opened.append(unit)
                 if contributes:
                     self.open[unit].append(op)
-        return self._after(
-            _Flow(
-                kind,
-                piece,
-                before,
-                keeps,
-                receives,
-                tokens_in,
-                tokens_out,
-                tuple(opened),
-            )
-        )
+        tokens = tokens_in, tokens_out
+        flow = kind, piece, before, keeps, receives, *tokens, tuple(opened)
+        return self._after(flow)
 
     def _opens(self, unit: int, piece: int, m: int) -> bool:
         """True if a piece's backward begins a whole gradient of a unit."""
@@ -603,11 +621,17 @@ class State:
         end += [Change(WHOLE, op.piece, -1)] * additions
         self.added[tree] = op
 
-    def _after(self, flow: _Flow) -> tuple[int, int]:
-        """The changes of a message or a computation, at its start and at its end."""
-        if flow in self._known:
-            return self._known[flow]
-        kind, piece = flow.kind, flow.piece
+    def _after(self, key: tuple[Any, ...]) -> tuple[int, int]:
+        """The changes of a message or a computation, at its start and at its end.
+
+        `key` has the fields of a `_Flow`: creating one takes as long as three of these
+        look-ups, and few of them differ.
+        """
+        if key in self._known:
+            return self._known[key]
+        flow = _Flow(*key)
+        kind = flow.kind
+        piece = flow.piece
         start: list[Change] = []
         end: list[Change] = []
         forward = kind == ops.FORWARD
@@ -634,11 +658,11 @@ class State:
         if kind in ops.COMPUTES:
             start.append(Change(WORKING, piece, 1))
             end.append(Change(WORKING, piece, -1))
-        self._known[flow] = (
+        self._known[key] = (
             self._number(tuple(start)),
             self._number(tuple(end)),
         )
-        return self._known[flow]
+        return self._known[key]
 
     def _keeps(self, piece: int, m: int) -> str:
         """The activations kept after a forward: all, a part, its input or none."""
@@ -664,7 +688,10 @@ class State:
             )
 
     def _unit(self, op: Op, start: list[Change], end: list[Change]) -> None:
-        kind, unit, row = op.kind, op.piece, ops.KINDS[op.kind]
+        kind = op.kind
+        unit = op.piece
+        row = ops.KINDS[kind]
+        self._of_weights.clear()
         start += [Change(MATRICES, unit, 1)] * (kind == ops.TO_OWNERS)
         end += [Change(MATRICES, unit, -1)] * (kind == ops.FROM_OWNERS)
         if kind in (ops.GATHER, ops.LOAD):
