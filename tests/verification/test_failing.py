@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module as module
 from typing import Any
 
 import pytest
@@ -25,7 +26,13 @@ from phalanx.layout.choices import (
 from phalanx.parallel import build_model
 from phalanx.program import schedules
 from phalanx.program.state import State
-from phalanx.verification import SHAPES, failing, rows, step_order
+from phalanx.verification import (
+    SHAPES,
+    failing,
+    refusals,
+    rows,
+    step_order,
+)
 from phalanx.verification.cases import trial_batch
 from phalanx.verification.claims import false_claim
 from phalanx.verification.trial import Setting, program_in
@@ -122,3 +129,18 @@ def test_rows_of_every_small_shape_are_compared() -> None:
     with swapped(rows, "staged_pieces", without_sinks):
         assert rows.shapes_differ().startswith("sinks: ")
     rows._compare_shapes.cache_clear()
+
+
+def test_wrong_layouts_that_are_accepted_are_named() -> None:
+    layout, shape = Layout.parse("dp2 tp2 seq zero1"), SHAPES["gqa"]
+    assert not [*refusals.refusal_faults(layout, shape)]
+    lenient = swapped(module("phalanx.layout.layout"), "_check_values", id)
+    with lenient:
+        wrong = [*refusals.refusal_faults(layout, shape)]
+    for name in ("zero", "precision", "gather", "reduce", "prefetch"):
+        assert any(f"with {name} = " in each for each in wrong), name
+    with swapped(refusals, "legal", lambda layout, shape: []):
+        wrong = [*refusals.refusal_faults(layout, shape)]
+    assert [each.split()[0] for each in wrong] == [
+        f"{axis}509" for axis in ("dp", "pp", "cp", "tp", "ep")
+    ]

@@ -443,7 +443,8 @@ def _check_values(x: Layout) -> None:
         wrong += uncovered(x)
     if x.compile == GRAPHS:
         wrong += unrecordable(x)
-    if x.compile and x.matmul and MATMULS[x.matmul].power:
+    matmul = MATMULS.get(x.matmul)
+    if x.compile and matmul and matmul.power:
         why = "torch.compile makes no kernels with scales of 8 bits"
         other = next(name for name, z in MATMULS.items() if not z.power)
         wrong.append(

@@ -21,6 +21,9 @@ _LOOKED_UP = {"model", "data", "layout", "out"}
 
 def key_faults(run: Run) -> Iterator[str]:
     """Describe keys of a run whose wrong values are accepted, or whose right ones are lost."""
+    folder = Run.parse("", "configs/small.toml").out
+    if folder != "runs/small":
+        yield f"a run of configs/small.toml writes to {folder!r}"
     text = str(run)
     draw = random.Random(0)
     for key, value in _leaves(tomllib.loads(text)):

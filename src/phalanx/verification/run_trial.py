@@ -57,6 +57,7 @@ from .journal import LoggedStep, counted_flops, journal_faults
 from .keys import key_faults
 from .low_precision import sums_of
 from .reference import Forward, PlainForward, Trace
+from .refusals import refusal_faults
 from .replay import can_be_replayed, replay, rounding_of
 from .reports import Start, report_faults, straggler_faults
 from .rows import rows_differ, shapes_differ
@@ -328,6 +329,7 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     wrong_row = wrong_row or next(_batch_faults(run), "")
     # Once: the keys are those of both precisions.
     if precision == FP64:
+        wrong_row = wrong_row or next(refusal_faults(first, shape_of(run)), "")
         wrong_row = wrong_row or next(key_faults(run), "")
     if claim := wrong_row or false_claim(first, program, long):
         return Verdict(str(first), first.ranks, False, math.inf, claim)

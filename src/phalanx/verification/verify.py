@@ -59,6 +59,7 @@ from .reference import (
     passes,
     reference,
 )
+from .refusals import refusal_faults
 from .replay import can_be_replayed, replay, replay_differences, rounding_of
 from .rows import rows_differ, shapes_differ
 from .transport import transport_fault
@@ -185,8 +186,11 @@ def verify(
         return setting_for(layout, setting), known
 
     def claim(layout: Layout) -> str:
+        wrong = ""
         # A model of the user's own has no shape that says its rows.
-        wrong = rows_differ(layout, shape, model) if plain else ""
+        if plain:
+            wrong = rows_differ(layout, shape, model)
+            wrong = wrong or next(refusal_faults(layout, shape), "")
         return wrong or shapes_differ()
 
     case = _LayoutCases(make, terms, claim)
