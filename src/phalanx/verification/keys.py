@@ -25,15 +25,17 @@ def key_faults(run: Run) -> Iterator[str]:
     if folder != "runs/small":
         yield f"a run of configs/small.toml writes to {folder!r}"
     text = str(run)
-    draw = random.Random(0)
+    draw = random.Random(text)
     for key, value in _leaves(tomllib.loads(text)):
         wrong = (
             _NOT_A_NUMBER if isinstance(value, int | float) else _NOT_A_TEXT
         )
-        for word in (f"{key}={draw.choice(wrong)}", f"{key}x=1"):
-            said = _refusal(text, word)
-            if key.rpartition(".")[2] not in said:
-                yield f"a run with {word} is not refused with this key: {said or 'it is accepted'}"
+        words = [f"{key}={value}" for value in wrong]
+        # Most often a wrong value, else a key that does not exist.
+        word = draw.choice([*words, f"{key}x=1"])
+        said = _refusal(text, word)
+        if key.rpartition(".")[2] not in said:
+            yield f"a run with {word} is not refused with this key: {said or 'it is accepted'}"
         if isinstance(value, bool):
             yield from _lost(text, key, not value)
 

@@ -29,7 +29,9 @@ MANIFEST = "manifest.json"
 # Bytes that one checksum covers, by docs/checkpoints.md.
 COVERED = 16 << 20
 # Tensors of the part of a checkpoint that is damaged.
-TENSORS = 6
+TENSORS = 4
+# Wrong values of each kind of entry.
+WRONG = 3
 # Entries of a manifest that describe the run and not the files.
 _FREE = {
     "config",
@@ -324,7 +326,8 @@ def _changes(
             alike.setdefault(kind, []).append((place, leaf))
     for kind in sorted(alike):
         place, leaf = draw.choice(alike[kind])
-        for wrong in _wrong(leaf):
+        wrongs = [*_wrong(leaf)]
+        for wrong in draw.sample(wrongs, min(WRONG, len(wrongs))):
             if kind != "version" or wrong != _EARLIER:
                 yield place, wrong
 
