@@ -506,7 +506,7 @@ TECHNIQUES = {
     "lora": (re.compile("(?<!kv[_-])(?<!q[_-])lora", re.I), 6, 4),
     "fp8": (re.compile("fp8|float8|e4m3|e5m2", re.I), 6, 0),
     # Most of these files still have code for experts alone.
-    "experts": (re.compile("expert|router", re.I), 67, 5),
+    "experts": (re.compile("expert|router", re.I), 59, 6),
     "delta": (re.compile("(?<![a-z])delta|Delta"), 7, 5),
     "mtp": (re.compile("mtp", re.I), 8, 2),
 }

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.layout import Shape
 from phalanx.layout.shape import ShapeError
 from phalanx.models import Decoder, DecoderSizes, ExpertMlps, Router
-from phalanx.models.experts import CHOICES, Merge, Spread
+from phalanx.models.experts import Merge, Spread
+from phalanx.models.routed import CHOICES
 from phalanx.parallel import build_model
 
 HIDDEN, FFN, EXPERTS, TOP = 8, 6, 5, 2

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.comm import TallyWorld
 from phalanx.layout import Layout, Shape, legal
-from phalanx.models.experts import CHOICES
+from phalanx.models.routed import CHOICES
 from phalanx.parallel import build_model
 from phalanx.parallel.local import build_local
 from phalanx.parallel.rows import model_pieces

@@ -15,7 +15,7 @@ from phalanx.layout import Mesh, pieces
 from phalanx.models import ExpertMlps, ExpertProducts, Router
 from phalanx.models.experts import _Counted
 from phalanx.parallel import Unit, batch, groups, local
-from phalanx.parallel.experts import Choices
+from phalanx.parallel.exchange import Choices
 from phalanx.parallel.groups import UnitAxes
 from phalanx.parallel.tensor import Weight, _Installer
 from phalanx.training import executor

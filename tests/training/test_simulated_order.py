@@ -22,7 +22,7 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout
 from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.block_parts import cut_blocks
-from phalanx.parallel.experts import Exchange
+from phalanx.parallel.exchange import Exchange
 from phalanx.parallel.groups import Groups, UnitGroups, open_groups
 from phalanx.parallel.local import build_local
 from phalanx.parallel.low_precision import matmul_named
@@ -189,7 +189,7 @@ def timed_step(
 
     plain = held.groups
     groups = replace(plain, **slow(plain, times))
-    exchange = Exchange(groups.ep, groups.routes, held.exchange.experts)
+    exchange = Exchange(groups.ep, groups.routes, held.exchange.receivers)
     held = replace(held, groups=groups, exchange=exchange)
     for number, unit in held.units.items():
         theirs = times.units[number].also

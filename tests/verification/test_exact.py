@@ -14,7 +14,7 @@ from phalanx.layout import Layout, Shape
 from phalanx.layout.cases import SHAPES, covering, exact_layouts
 from phalanx.layout.choices import BF16, FP16, FP32
 from phalanx.models import ExpertProducts
-from phalanx.models.decoder import Mlp
+from phalanx.models.dense import Mlp
 from phalanx.parallel import build_model
 from phalanx.parallel import exact as units
 from phalanx.parallel.exact import ExactUnit

@@ -11,7 +11,7 @@ from phalanx.layout import Layout, Shape
 from phalanx.layout.cases import SHAPES
 from phalanx.layout.choices import BF16, FP16, FP32
 from phalanx.models import Merge
-from phalanx.parallel import expert_parts, tensor, time_parts
+from phalanx.parallel import experts_parts, tensor, time_parts
 from phalanx.parallel.exact import ExactUnit
 from phalanx.parallel.time_parts import MergeInTime, SendingInTime
 from phalanx.verification.exact import verify_exact
@@ -144,13 +144,13 @@ def test_a_gradient_of_tokens_from_a_ranks_parts_alone_is_found(
 def test_a_bias_behind_each_part_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = expert_parts.ExpertsInParts._cut
+    plain = experts_parts.ExpertsInParts._cut
 
     def cut(self: Any, weights: Any) -> Any:
         own = plain(self, weights)
         return [each._replace(down_bias=weights.down_bias) for each in own]
 
-    monkeypatch.setattr(expert_parts.ExpertsInParts, "_cut", cut)
+    monkeypatch.setattr(experts_parts.ExpertsInParts, "_cut", cut)
     found = first_difference("exact:2")
     assert found.startswith("one process differs from plain torch: ")
 

@@ -15,7 +15,7 @@ from phalanx.comm import Work, World, regions
 from phalanx.layout import Layout, Shape
 from phalanx.models import token_loss
 from phalanx.parallel import build_model, groups, local, tensor
-from phalanx.parallel.experts import Choices
+from phalanx.parallel.exchange import Choices
 from phalanx.program import Op
 from phalanx.training.executor import Executor
 from phalanx.verification import SHAPES, covering, every_layout

@@ -20,13 +20,12 @@ from torch import Tensor
 from ..comm import Message, TallyWorld
 from ..layout import Layout, LayoutError, Mesh, StagedPieces, piece_layout
 from ..layout.choices import DTYPES, PRECISIONS
-from ..models import ExpertsPart
 from ..models.ahead import HIDDEN, look_ahead
-from ..models.experts import CHOICES
+from ..models.routed import CHOICES, ReceivingPart
 from ..parallel import Model, Piece, Precision, Unit, time_multiple
 from ..parallel.batch import edge_shape
 from ..parallel.block_parts import cut_blocks
-from ..parallel.experts import SENT
+from ..parallel.exchange import SENT
 from ..parallel.kinds import alike, one_of_each
 from ..parallel.local import LocalModel, build_local
 from ..parallel.low_precision import matmul_named
@@ -169,7 +168,7 @@ def felt_cut(piece: Piece, cut: Layout) -> Layout:
     Only routed MLPs depend on the number of ranks that share them: tokens travel between
     pieces, so the other pieces neither hold less nor send more.
     """
-    if isinstance(piece.module, ExpertsPart) or any(
+    if isinstance(piece.module, ReceivingPart) or any(
         map(_is_routed, piece.units)
     ):
         return cut
@@ -338,13 +337,11 @@ def _run(
     gradient = (
         piece.seed(0, torch.ones(1, device="meta")) if piece.last else gradient
     )
-    # A router's loss terms have gradients of their own.
-    if piece.loss_router:
+    # A chooser's loss terms have gradients of their own.
+    if piece.chooser:
         (choices,) = _new({CHOICES: out[CHOICES]}).values()
         share = torch.ones(1, device="meta")
-        gradient |= piece.loss_router.term_gradients(
-            share, choices, choices[:1]
-        )
+        gradient |= piece.chooser.term_gradients(share, choices, choices[:1])
     # 4. Backward, whole or its first half. Peaks are counted above what is kept.
     scales.most = scales.now
     with scales.on("input_gradient"):
@@ -361,7 +358,7 @@ def _run(
         temporary = max(temporary, scales.most - after)
     forward, inside = (
         scales.load("forward"),
-        isinstance(piece.module, ExpertsPart),
+        isinstance(piece.module, ReceivingPart),
     )
     cost = PieceCost(
         forward=forward,

@@ -13,14 +13,14 @@ head_dim).
 from . import decoder, mlp
 from .adapters import AdaptedLinear, adapt, draw_adapter, in_adapters
 from .attention import Attention, Core
-from .decoder import (
-    Decoder,
+from .decoder import Decoder
+from .experts import ExpertMlps, ExpertProducts, Merge, Router, Spread
+from .experts_block import (
     ExpertBlock,
     ExpertsPart,
     MergingPart,
     RoutingPart,
 )
-from .experts import ExpertMlps, ExpertProducts, Merge, Router, Spread
 from .loss import IGNORED, token_loss
 from .mlp import DeepMlp
 from .noise import Dropout, token_noise

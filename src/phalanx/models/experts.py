@@ -14,28 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .fused import Gated, fuses
+from .dense import gated
 from .kernels import HALVES
+from .routed import CHOICES, SCORED, SQUARED, Chooser, RoutedProducts
 from .sizes import DecoderSizes
 
 # takes x, a weight and a bias
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-LIMIT, ALPHA = 7.0, 1.702  # constants of gpt-oss
-
-
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """The input of a gated MLP's down projection; `clamped`: gpt-oss (OpenAI 2025)."""
-    if activation == "clamped":
-        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-        return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
-    if activation == "silu" and fuses(gate):
-        fused: Tensor = Gated.call(gate, up)
-        return fused
-    return (
-        F.silu(gate)
-        if activation == "silu"
-        else F.gelu(gate, approximate="tanh")
-    ) * up
 
 
 class _Counted(torch.autograd.Function):
@@ -70,16 +55,6 @@ class _Share(torch.autograd.Function):
         return gradient, None
 
 
-# Names of a router's outputs for its losses.
-# (B, experts): the number of times each sequence chose each expert; no gradient
-CHOICES = "choices"
-# (B, experts): each expert's share of the scores, summed over the tokens of a sequence
-SCORED = "scored"
-# scalar: the squared log-sum-exp of the scores, summed over tokens
-SQUARED = "squared"
-TERMS = (SCORED, SQUARED)  # the losses are linear in these
-
-
 class Routed(NamedTuple):
     """A router's result: gates and experts, both (B, T, top_k), and loss terms."""
 
@@ -88,27 +63,17 @@ class Routed(NamedTuple):
     terms: dict[str, Tensor]
 
 
-class Router(nn.Module):
+class Router(Chooser):
     """Chooses the experts of each token, and the gates that multiply their results.
 
     With `balanced`, a bias is added to the scores for this choice alone (Wang et al.
     2024). Its gradient is experts x (the expert's tokens) - (all choices), an integer:
     negative for an expert with fewer tokens than the mean. An update moves the bias by
     a fixed rate against the sign of that gradient.
-
-    Let f be the share of tokens that chose each expert, and p the mean of its score.
-    The router's losses are experts x sum f p (Fedus et al. 2021), over each sequence or
-    over the batch, and the squared log-sum-exp of the scores (Zoph et al. 2022). f is a
-    count over all tokens, without a gradient, and a rank may hold only some of them. So
-    a forward returns the counts and the terms in which the losses are linear. The
-    caller sums the counts over ranks, asks `term_gradients`, and starts backward from
-    there.
-
-    While `tally` (experts) is a tensor, it counts the choices of each expert.
     """
 
     def __init__(self, sizes: DecoderSizes) -> None:
-        super().__init__()
+        super().__init__(sizes.experts)
         self.top_k, self.scores = sizes.top_k, sizes.scores
         self.normalized, self.scale = sizes.normalized, sizes.routed_scale
         self.groups, self.top_groups = sizes.expert_groups, sizes.top_groups
@@ -118,8 +83,6 @@ class Router(nn.Module):
             sizes.batch_loss,
         )
         self.z_loss = sizes.z_loss
-        self.experts = sizes.experts
-        self.tally: Tensor | None = None
         self.weight = nn.Parameter(torch.empty(sizes.experts, sizes.hidden))
         self.logit_bias = (
             nn.Parameter(torch.empty(sizes.experts))
@@ -131,10 +94,6 @@ class Router(nn.Module):
             if sizes.balance == "bias"
             else None
         )
-
-    @property
-    def has_losses(self) -> bool:
-        return bool(self.sequence_loss or self.batch_loss or self.z_loss)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routed:
         """Route x (B, T, hidden); tokens that are not `valid` (B, T) do not count."""
@@ -199,35 +158,6 @@ class Router(nn.Module):
             terms[SQUARED] = (squares * sent).sum()
         return terms
 
-    def term_gradients(
-        self, share: Tensor, of_sequences: Tensor, of_batch: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the gradients of the loss terms.
-
-        `share` is the weight of one token: 1 / (all tokens of the step). `of_sequences`
-        (B, experts) counts the choices of whole sequences, `of_batch` (1, experts)
-        those of the batch.
-        """
-        share = share.view(()).to(of_sequences.dtype)
-        gradients = {}
-        if self.sequence_loss or self.batch_loss:
-            # The loss experts * sum(f * p) is linear in p, and f is a count without a
-            # gradient: d loss / d scored = share * experts * factor * f.
-            count = of_sequences.shape[1]
-            f = of_sequences.new_zeros(1, count)  # (1 or B, experts)
-            if self.sequence_loss:
-                f = f + self.sequence_loss * self._per_token(of_sequences)
-            if self.batch_loss:
-                f = f + self.batch_loss * self._per_token(of_batch)
-            gradients[SCORED] = (share * count * f).expand_as(of_sequences)
-        if self.z_loss:
-            gradients[SQUARED] = share * self.z_loss
-        return gradients
-
-    def _per_token(self, choices: Tensor) -> Tensor:
-        """The mean number of times a token chooses each expert (sums to top_k)."""
-        return self.top_k * choices / choices.sum(-1, keepdim=True)
-
     def logits(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.logit_bias is None else self.logit_bias.to(wide)
@@ -266,12 +196,6 @@ class Router(nn.Module):
         return grouped.masked_fill(~left.unsqueeze(-1), -math.inf).view(
             scores.shape
         )
-
-
-def loss_router(piece: nn.Module) -> Router | None:
-    """The router whose loss terms a piece outputs, or None."""
-    router: Router | None = getattr(piece, "loss_router", None)
-    return router
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -382,7 +306,7 @@ def _unbound(weight: Tensor) -> Sequence[Tensor]:
     return weight.unbind()
 
 
-class ExpertProducts(nn.Module):
+class ExpertProducts(RoutedProducts):
     """The matmuls of the experts, each a gated MLP, on tokens already sorted by expert.
 
     Weights are (experts, out, in), biases (experts, out). Where tp shards each expert,

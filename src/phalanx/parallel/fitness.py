@@ -26,19 +26,13 @@ from ..layout.exact import (
     unequal_parts,
 )
 from ..layout.rules import AXIS_OF
-from ..models import IGNORED, AdaptedLinear, Core, ExpertProducts
+from ..models import IGNORED, AdaptedLinear, Core
 from ..models.adapters import ADAPTERS
-from ..models.decoder import (
-    Block,
-    BlockWithLosses,
-    ExpertBlock,
-    ExpertsPart,
-    MergingPart,
-    RoutingPart,
-)
 from ..models.ends import Embed, Head
 from ..models.loss import CrossEntropy
 from ..models.mixers import KINDS
+from ..models.mlps import BLOCKS, PARTS, WITH_LOSSES
+from ..models.routed import RoutedProducts
 from .mixers import replaced_methods, spread_of
 from .mixing import mixing
 from .model import Model
@@ -126,8 +120,7 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
 
 def _without_parts(model: Model, layout: Layout) -> Iterator[str]:
     """Modules and sizes whose products have not been compared in parts."""
-    parts = BlockWithLosses, RoutingPart, ExpertsPart, MergingPart
-    covered = Embed, Block, ExpertBlock, *parts, Head
+    covered = Embed, *BLOCKS, *WITH_LOSSES, *PARTS, Head
     for name, piece in model.pieces:
         adapted = any(isinstance(m, AdaptedLinear) for m in piece.modules())
         kind = ADAPTER_NAMES if adapted else type(piece).__name__
@@ -272,7 +265,7 @@ def _cut(
                 f"{name}.{key} is sharded by tp in two dims ({' '.join(dims)}); a rank would hold one"
                 " block of the diagonal. Name one of them '-'."
             )
-        elif isinstance(module, (ExpertProducts, *KINDS)):
+        elif isinstance(module, (RoutedProducts, *KINDS)):
             continue  # sharded as a whole
         # A bare x @ weight cannot be joined: only what tp's replacements know can.
         elif key != "weight" or parameter.dim() != 2:

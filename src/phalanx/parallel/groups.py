@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..comm import Group, World
 from ..layout import Layout, LayoutError, Mesh
-from ..models import ExpertsPart, Router
+from ..models.routed import Chooser, ReceivingPart
 from ..program import Program, ops
 from .context import around
 from .model import Model
@@ -163,18 +163,18 @@ def open_groups(
     whole = None
     if model.frozen and not _cuts_frozen(layout):
         whole = _open_whole(world, layout, model, count, prefix)
-    routers = [
+    choosers = [
         m
         for _, piece in model.pieces
         for m in piece.modules()
-        if isinstance(m, Router)
+        if isinstance(m, Chooser)
     ]
     # without seq, its ranks see the same tokens
     over_tp = ("tp",) if layout.seq else ()
     sequences = batch = None
-    if any(router.sequence_loss for router in routers):
+    if any(each.sequence_loss for each in choosers):
         sequences = along("sequences", "cp", *over_tp)
-    if any(router.batch_loss for router in routers):
+    if any(each.batch_loss for each in choosers):
         batch = along("batch", "dp", "cp", "ep", *over_tp)
     return Groups(
         whole=whole,
@@ -258,9 +258,9 @@ def _open_units(
         if unit % len(model.pieces) in whole:
             # Ranks of tp that share experts hold different experts.
             routed = isinstance(
-                model.pieces[unit % len(model.pieces)][1], ExpertsPart
+                model.pieces[unit % len(model.pieces)][1], ReceivingPart
             )
-            own = {"tp"} - set(layout.experts if routed else ())
+            own = {"tp"} - set(layout.ep_axes if routed else ())
             matrices = shared(
                 "matrices", mesh.groups((*axes.shard, *axes.replica, *own))
             )

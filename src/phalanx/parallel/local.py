@@ -14,9 +14,10 @@ from ..comm import World
 from ..layout import Layout, LayoutError, stage_pieces
 from ..layout.choices import GRAPHS
 from ..layout.graphs import SPLIT_BACKWARD
+from ..layout.rules import ROUTED
 from ..layout.stages import stage_blocks
-from ..models import ExpertsPart
 from ..models.loss import ExtraLoss
+from ..models.routed import ReceivingPart
 from ..program import Program, ops
 from . import graphs
 from .batch import edge_shape
@@ -25,7 +26,7 @@ from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
 from .data import PlainUnit, Precision, SteadyUnit, Unit
 from .exact import ExactUnit
-from .experts import Exchange
+from .exchange import Exchange
 from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
 from .model import Derive, Model, start
@@ -217,7 +218,7 @@ def build_local(
         trained,
         frozen,
         groups,
-        Exchange(groups.ep, groups.routes, _pieces_of_experts(program)),
+        Exchange(groups.ep, groups.routes, _receiving(program)),
         pool,
         at,
         exact_place(layout, at),
@@ -283,11 +284,11 @@ class _UnitMaker:
         self.steady = layout.compile == GRAPHS
         self.mesh, self.time_parts = layout.mesh, own_time_parts(layout)
         own = {unit for piece in role.pieces for unit in program.units(piece)}
-        experts = [piece + self.count for piece in role.pieces]
+        routed = [piece + self.count for piece in role.pieces]
         # The numbers of this rank's units: those of its pieces, and those of their
         # experts.
         self.held = sorted(own) + [
-            n for n in experts if n in model.unit_of.values()
+            n for n in routed if n in model.unit_of.values()
         ]
         self.narrow = frozenset[str]()
         if layout.gathers_in_8_bits:
@@ -332,7 +333,7 @@ class _UnitMaker:
                 self.model.rules.dims(w.name, len(w.shape)) for w in weights
             )
             # Experts meet the tokens of all ranks that share them.
-            routed = any("experts" in each for each in dims)
+            routed = any(ROUTED in each for each in dims)
             senders = self.groups.ep.size if routed else 1
             assert groups.copies is not None
             at = [self.mesh.coordinates(r) for r in groups.copies.ranks]
@@ -365,7 +366,7 @@ class _UnitMaker:
         return same and stays and not self.role.adds
 
 
-def _pieces_of_experts(program: Program) -> set[int]:
+def _receiving(program: Program) -> set[int]:
     every = (op for each in program.rows for op in each)
     return {op.piece for op in every if op.kind == ops.COUNT_ROUTES}
 
@@ -432,7 +433,7 @@ def _piece(
     # On meta each operation is costed on its own, so nothing is compiled.
     # A head whose loss makes the logits has nothing but a norm to compile.
     apart = (
-        isinstance(module, ExpertsPart)
+        isinstance(module, ReceivingPart)
         or chunked_child(module)
         or getattr(module, "uncompiled", False)
     )

@@ -32,9 +32,9 @@ from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 from ..comm import Work
 from ..models import AdaptedLinear, ExpertProducts, in_adapters
 from ..models.ends import LossHead
-from ..models.experts import TERMS, loss_router
 from ..models.function import FrequentFunction
 from ..models.loss import ChunkedLogits, CrossEntropy, ExtraLoss
+from ..models.routed import TERMS, losing_chooser
 from ..models.side_by_side import SideBySide, has_hooks
 from .compile import CompiledModule, Factors
 from .data import Unit
@@ -443,8 +443,8 @@ class Piece:
         self.packs = offloads or any(not unit.resident for unit in units)
         self.kept: dict[int, _Kept] = {}
         self.known: dict[tuple[tuple[str, ...], ...], _Taken] = {}
-        # the router whose loss terms the piece outputs
-        self.loss_router = loss_router(module)
+        # the chooser whose loss terms the piece outputs
+        self.chooser = losing_chooser(module)
         self.extra_losses = extra_losses(module)
         device = self.units[0].pool.device if self.units else None
         # A root for all graphs. It never receives a gradient.
@@ -698,7 +698,7 @@ class Piece:
                 # Zeros, because a view would keep the output's storage alive.
                 kept.like = torch.zeros_like(out["x"].detach())
             self.kept[microbatch] = kept
-        # A router's loss terms go no further: backward starts from their roots.
+        # A chooser's loss terms go no further: backward starts from their roots.
         return past | {
             name: y.detach() for name, y in out.items() if name not in TERMS
         }

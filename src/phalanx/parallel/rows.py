@@ -21,17 +21,19 @@ from ..layout.pieces import (
     in_layout,
     row_of,
 )
-from ..models import ExpertsPart, MergingPart, RoutingPart
-from ..models.experts import loss_router
+from ..models.mlps import SPLIT
+from ..models.routed import losing_chooser
 from .block_parts import cut_blocks
 from .kinds import alike
 from .local import model_stages
 from .model import Model
 from .narrow import linear_weights
 
-_PARTS: dict[type[nn.Module], BlockPart] = dict(
-    zip((RoutingPart, ExpertsPart, MergingPart), PARTS_APART, strict=True)
-)
+_PARTS: dict[type[nn.Module], BlockPart] = {
+    kind: part
+    for parts in SPLIT.values()
+    for kind, part in zip(parts, PARTS_APART, strict=True)
+}
 
 
 def model_pieces(model: Model, layout: Layout) -> StagedPieces:
@@ -53,10 +55,13 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
         # The three parts of a block share its number: only its first part counts on.
         piece += part in (BlockPart.WHOLE, BlockPart.ROUTING)
         row = row_of(piece, part, kind, weights.own[number])
-        # The routers' losses are facts of a row, as their sums are operations.
-        if router := loss_router(module):
-            sequence, batch = router.sequence_loss > 0, router.batch_loss > 0
-            row = replace(row, sequence_loss=sequence, batch_loss=batch)
+        # Losses of choices are facts of a row, as their sums are operations.
+        if chooser := losing_chooser(module):
+            row = replace(
+                row,
+                sequence_loss=chooser.sequence_loss > 0,
+                batch_loss=chooser.batch_loss > 0,
+            )
         takes, gives = bundles[number]
         tied, uses = tuple(weights.tied[number]), tuple(weights.uses[number])
         row = in_layout(row, layout)
@@ -110,15 +115,15 @@ def _weight(
         (rows.stop - rows.start, columns.stop - columns.start)
         for rows, columns in model.rules.matrices(name, shape)
     )
-    # Stacked experts, (experts, out, in), are as many matrices for the optimizer.
-    experts = shape[0] if len(shape) > 2 else 1
+    # Stacked MLPs, (MLPs, out, in), are as many matrices for the optimizer.
+    stacked = shape[0] if len(shape) > 2 else 1
     return WeightRow(
         name.removeprefix(f"{model.pieces[piece][0]}."),
         dims,
         shape,
         granules(dims, shape, model.counts),
         trained=name not in model.frozen,
-        matrices=matrices * experts,
+        matrices=matrices * stacked,
     )
 
 

@@ -31,7 +31,7 @@ from ..models import (
     token_loss,
 )
 from ..models.loss import Logits, Words
-from .expert_parts import ExpertsInParts, RouterOverTime
+from .experts_parts import ExpertsInParts, RouterOverTime
 from .groups import Groups
 from .model import Model
 from .own_tp import install_views

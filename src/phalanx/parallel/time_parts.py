@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models import ExpertsPart, Merge
+from ..models import Merge
 from ..models.attention import HeadsAttention
 from ..models.ends import Embed, LossHead
 from ..models.experts import Experts, Sending, inverse, ordered
+from ..models.routed import ReceivingPart
 from .data import Unit
 from .exact import ExactUnit
-from .expert_parts import join_terms
+from .experts_parts import join_terms
 from .parts import InParts, Run, Swap, join_time, parts_of, swapped
 
 # The unit of each parameter of a piece, and its name there.
@@ -251,7 +252,7 @@ def run_in_time(
 
     `ep_ranks` share the experts.
     """
-    if isinstance(module, ExpertsPart):
+    if isinstance(module, ReceivingPart):
         return  # it gets a run of tokens for each part
     weights = WeightsOfTime(module, owners)
     whole: Any = module

@@ -26,12 +26,11 @@ from rank_watch.positions import DEVICE, OP, WAITS, WORDS, Positions
 from torch_shm.settle import HALVES
 
 from ..comm import CommError, Group, Work
-from ..models import Router
-from ..models.experts import CHOICES
+from ..models.routed import CHOICES, Chooser
 from ..parallel import Unit
 from ..parallel.batch import count_tokens
 from ..parallel.exact import ExactUnit
-from ..parallel.experts import Choices
+from ..parallel.exchange import Choices
 from ..parallel.local import LocalModel
 from ..parallel.own_loss import BY_TARGETS, METRICS, Measure
 from ..parallel.pieces import Box, Bundle, CopyLane
@@ -139,9 +138,7 @@ class Executor:
         uses = {op.index: op for op in self.row if op.kind in _USES_BATCH}
         self.last_uses = frozenset(uses.values())
         self.trains = any(op.kind in ops.PROPAGATES for op in self.row)
-        self.has_losses = any(
-            piece.loss_router for piece in local.pieces.values()
-        )
+        self.has_losses = any(piece.chooser for piece in local.pieces.values())
         self.clip, self.scaling = clip, scaling
         self.totals = totals_of(local)
         self.clock = clock_of(local.pool.device)
@@ -247,7 +244,7 @@ class Executor:
         # Of microbatches, until their backward.
         self.losses: dict[int, Bundle] = {}
         self.totals.begin(len(batches), losses)
-        # all tokens, with or without a target: the divisor of routers' losses
+        # all tokens, with or without a target: the divisor of choosers' losses
         self.tokens = self.count
         self.norm: Tensor | None = None
         # reduced over all ranks, by the result's field names
@@ -453,7 +450,7 @@ class Executor:
     # ---- tokens and agreement
 
     def _count(self, op: Op) -> Work:
-        # Valid targets, and all tokens where routers have losses.
+        # Valid targets, and all tokens where choosers have losses.
         kinds = [self.measure.count] + [count_tokens] * self.has_losses
         each = [kind(batch) for kind in kinds for batch in self.batches]
         every = torch.stack(each).view(len(kinds), -1)
@@ -599,10 +596,8 @@ class Executor:
             gradients = piece.seed(m, self._loss_scale / self.divisor)
         else:
             gradients = self.gradients.pop((p, m))
-        if piece.loss_router:
-            gradients = gradients | self._loss_gradients(
-                piece.loss_router, (p, m)
-            )
+        if piece.chooser:
+            gradients = gradients | self._loss_gradients(piece.chooser, (p, m))
         whole = op.kind == ops.BACKWARD
         into = (piece.backward if whole else piece.input_gradient)(
             m, gradients
@@ -612,10 +607,10 @@ class Executor:
         if not piece.first:
             self._pass_on(ops.BACKWARD, p, p - 1, m, into)
 
-    def _loss_gradients(self, router: Router, key: Key) -> Bundle:
-        """Return the gradients of the terms of a router's losses."""
+    def _loss_gradients(self, chooser: Chooser, key: Key) -> Bundle:
+        """Return the gradients of the terms of a chooser's losses."""
         choices, share = self.choices.pop(key), self._loss_scale / self.tokens
-        return router.term_gradients(
+        return chooser.term_gradients(
             share, choices.of_sequences, choices.of_batch
         )
 
@@ -873,32 +868,32 @@ class Validator(Executor):
         """Return the mean loss over all valid targets and all ranks, or None if there
         are none."""
         losses, targets = 0.0, 0.0
-        device, routers = (
+        device, choosers = (
             self.local.groups.everyone.device,
-            dict(self._routers()),
+            dict(self._choosers()),
         )
-        for router in routers.values():
+        for chooser in choosers.values():
             # Counts of choices are added while batches run.
-            router.tally = torch.zeros(
-                router.experts, dtype=torch.int64, device=device
+            chooser.tally = torch.zeros(
+                chooser.options, dtype=torch.int64, device=device
             )
         for own in batches:
             loss, count = self.loss_of(own)
             losses, targets = losses + loss, targets + count
         # by piece, how often this rank's tokens chose each expert
         self.chosen = {
-            n: x.tally for n, x in routers.items() if x.tally is not None
+            n: x.tally for n, x in choosers.items() if x.tally is not None
         }
-        for router in routers.values():
-            router.tally = None
+        for chooser in choosers.values():
+            chooser.tally = None
         return losses / targets if targets else None
 
-    def _routers(self) -> Iterator[tuple[int, Router]]:
+    def _choosers(self) -> Iterator[tuple[int, Chooser]]:
         for number, piece in self.local.pieces.items():
             yield from (
                 (number, x)
                 for x in piece.module.modules()
-                if isinstance(x, Router)
+                if isinstance(x, Chooser)
             )
 
     def loss_of(self, batches: Sequence[Batch]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..layout import Layout
 from ..layout.rules import PARTIAL, Cut
 from ..models import ExpertMlps
-from ..models.decoder import Mlp
+from ..models.dense import Mlp
 from ..models.ends import LossHead
 from ..models.mixers import KINDS
 from ..parallel import Model
@@ -34,7 +34,7 @@ def compute_over_ranks(model: Model, cuts: Layout) -> None:
     for name, block in model.pieces[1:-1]:
         for path, module in owners(block):
             # With tp over whole experts a rank has all of an expert's sums.
-            if not (isinstance(module, ExpertMlps) and "tp" in cuts.experts):
+            if not (isinstance(module, ExpertMlps) and "tp" in cuts.ep_axes):
                 _OverRanks(model, cuts, f"{name}.{path}", module)
 
 

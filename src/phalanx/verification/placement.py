@@ -37,10 +37,10 @@ from ..comm.tally import Tally
 from ..layout import Layout, LayoutError, Mesh, StagedPieces
 from ..layout.choices import FP32
 from ..layout.mesh import Axis
-from ..models import Router
+from ..models.routed import Chooser
 from ..parallel import Model, Unit, microbatches, tensor, time_multiple
 from ..parallel.block_parts import cut_blocks
-from ..parallel.experts import SENT, Choices, Routes
+from ..parallel.exchange import SENT, Choices, Routes
 from ..parallel.kinds import alike
 from ..parallel.local import build_local
 from ..parallel.pieces import Bundle
@@ -650,16 +650,18 @@ class _Placing(Executor):
         self.walk.strict = True
         return work
 
-    def _loss_gradients(self, router: Router, key: tuple[int, int]) -> Bundle:
-        self.walk.whole_choices(router, self.choices[key])
-        return super()._loss_gradients(router, key)
+    def _loss_gradients(
+        self, chooser: Chooser, key: tuple[int, int]
+    ) -> Bundle:
+        self.walk.whole_choices(chooser, self.choices[key])
+        return super()._loss_gradients(chooser, key)
 
     def _exchange(self, op: Op) -> Work:
         exchange, group = self.local.exchange, self.local.exchange.tokens
         key = (
             # Keyed by the piece of the experts: the exchange back belongs to
             # the piece after it.
-            op.piece if op.piece in exchange.experts else op.piece - 1,
+            op.piece if op.piece in exchange.receivers else op.piece - 1,
             op.index,
         )
         # routes are unknown: assume equal numbers of tokens for each rank
@@ -675,10 +677,10 @@ class _Placing(Executor):
             exchange.routes[key] = Routes(even, [even[group.rank]] * size)
         forward = op.kind == ops.EXCHANGE
         bundle = self.inputs[op.piece, op.index] if forward else {}
-        if forward and op.piece in exchange.experts:
+        if forward and op.piece in exchange.receivers:
             self.walk.sent[str(key)] = self.walk.known.of(bundle[SENT])
         work = super()._exchange(op)
-        if not forward or op.piece in exchange.experts or group.size == 1:
+        if not forward or op.piece in exchange.receivers or group.size == 1:
             return work
 
         def home() -> None:
@@ -780,7 +782,7 @@ class _Walk:
         executor.walk = self
         executor.step(self._batches(), 1e-3)
 
-    def whole_choices(self, router: Router, choices: Choices) -> None:
+    def whole_choices(self, chooser: Chooser, choices: Choices) -> None:
         """Check that a router's losses use counts of whole sequences, or of the whole
         batch."""
         parts = (
@@ -789,9 +791,9 @@ class _Walk:
             *(("tp", COPIES) if self.layout.seq else ()),
         )
         data = (*parts, "dp.replicate", "dp.shard", "ep")
-        if router.sequence_loss:
+        if chooser.sequence_loss:
             self._whole_counts(choices.of_sequences, parts, "a sequence")
-        if router.batch_loss:
+        if chooser.batch_loss:
             self._whole_counts(choices.of_batch, data, "the batch")
 
     def _whole_counts(

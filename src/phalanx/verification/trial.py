@@ -20,7 +20,7 @@ from ..layout.choices import SCHEDULES, SEARCHED
 from ..models import RoutingPart
 from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
 from ..parallel.block_parts import cut_blocks
-from ..parallel.experts import in_runs
+from ..parallel.exchange import in_runs
 from ..parallel.local import LocalModel, build_local, own_time_parts
 from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight

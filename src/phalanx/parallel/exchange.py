@@ -51,9 +51,9 @@ def in_runs(counts: Tensor, ranks: int) -> Tensor:
 
     Every rank gets as many entries as the first; missing experts have a count of zero.
     """
-    experts = counts.shape[-1]
-    each = -(-experts // ranks)
-    padded = F.pad(counts, (0, each * ranks - experts))
+    mlps = counts.shape[-1]
+    each = -(-mlps // ranks)
+    padded = F.pad(counts, (0, each * ranks - mlps))
     return padded.view(-1, ranks, each).transpose(0, 1).contiguous()
 
 
@@ -68,12 +68,12 @@ class Exchange:
     """Microbatches' tokens on their way to the experts and back, over the ranks of ep."""
 
     def __init__(
-        self, tokens: Group, counts: Group, experts: Collection[int]
+        self, tokens: Group, counts: Group, receivers: Collection[int]
     ) -> None:
-        self.tokens, self.counts, self.experts = (
+        self.tokens, self.counts, self.receivers = (
             tokens,
             counts,
-            frozenset(experts),
+            frozenset(receivers),
         )
         # by (expert piece, microbatch)
         self.pending_counts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -106,7 +106,7 @@ class Exchange:
             return Work()
         # Tokens enter the piece of experts, or leave it for the piece behind it. The
         # routes of both belong to the piece of experts.
-        key = piece if piece in self.experts else piece - 1, microbatch
+        key = piece if piece in self.receivers else piece - 1, microbatch
         if pending_counts := self.pending_counts.pop(key, None):
             # One read for both: the host waits here until the device has the counts.
             # both: (2, ranks), the tokens sent to each rank and received from it
@@ -115,7 +115,7 @@ class Exchange:
             )
             self.routes[key] = Routes(*both.tolist())
         sends, takes = self.routes[key]
-        if (piece in self.experts) == gradient:  # home from the experts
+        if (piece in self.receivers) == gradient:  # home from the experts
             sends, takes = takes, sends
         x = bundle[SENT].contiguous()  # (tokens, hidden)
         y = x.new_empty(sum(takes), *x.shape[1:])
