@@ -138,6 +138,7 @@ def test_each_case_of_attention_takes_its_kernel_and_is_right() -> None:
         "cut": by_lengths,
         "window": by_lengths,
         "capped": [],
+        "long, capped": [],
         "32 bits": ["_efficient_attention", "_efficient_attention_backward"],
     }
     assert {
@@ -149,5 +150,5 @@ def test_each_case_of_attention_takes_its_kernel_and_is_right() -> None:
         "rows of one document": "cuDNN",
         "documents": "flash attention by lengths",
         "windows": "flash attention by lengths",
-        "soft caps": "products in strips of rows",
+        "soft caps": "flex attention",
     }

@@ -14,6 +14,7 @@ from phalanx.models import kernels
 from phalanx.models.kernels import all_gradients, attend_own
 
 ROWS, LENGTH, SIZE = 2, 24, 16
+LONG = torch.arange(1100).expand(ROWS, 1100) // 400  # enough for flex attention
 WHOLE = torch.tensor([3, 7]).unsqueeze(1).expand(ROWS, LENGTH)
 CUT = torch.arange(LENGTH).expand(ROWS, LENGTH) // 9
 
@@ -55,7 +56,8 @@ def compared(
 ) -> tuple[list[str], float]:
     torch.manual_seed(0)
     qkv = [
-        torch.randn(ROWS, LENGTH, heads, SIZE).to(dtype) for heads in (4, 2, 2)
+        torch.randn(*documents.shape, heads, SIZE).to(dtype)
+        for heads in (4, 2, 2)
     ]
     sinks = torch.randn(4)
     terms = window, softcap
@@ -80,6 +82,7 @@ if __name__ == "__main__":
         "cut": compared(bf16, CUT, 0, 0.0),
         "window": compared(bf16, WHOLE, 5, 0.0),
         "capped": compared(bf16, WHOLE, 0, 2.0),
+        "long, capped": compared(bf16, LONG, 300, 2.0),
         "32 bits": compared(fp32, WHOLE, 0, 0.0),
     }
     names = kernels.kernel_names(torch.device("cuda", 0), bf16, 64)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.models import fused
+from phalanx.models import fused, loss
 from phalanx.models.rope import Rope, rotate
 
 MODULE = "phalanx.models.fused_kernels"
@@ -76,6 +76,44 @@ def test_gating(interpreted: None) -> None:
         agree(own, each)
 
 
+def test_loss(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients of a head that makes its logits by chunks.
+
+    More words than a program reads at once, and two chunks, the last of them shorter.
+    """
+    monkeypatch.setattr(loss, "fuses", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setitem(loss.CHUNK, "cpu", 3 * 5000)
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (
+        torch.randn(size, generator=generator).bfloat16()
+        for size in ((5, 16), (5000, 16))
+    )
+    targets = torch.tensor([0, 4999, loss.IGNORED, 4095, 4096])
+    into_weight = torch.zeros(5000, 16)
+
+    def contribute(a: Tensor, b: Tensor) -> None:
+        into_weight.add_(a.float() @ b.float())
+
+    given = x.requires_grad_(), nn.Parameter(weight), contribute
+    total = loss.token_loss(loss.ChunkedLogits(*given), targets)
+    (3.0 * total).backward()
+    # in 16 bits, as a head makes them
+    wide = (x.detach() @ weight.mT).double().requires_grad_()
+    wanted = F.cross_entropy(wide, targets, reduction="sum")
+    (3.0 * wanted).backward()
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-6, atol=0.0)
+    assert wide.grad is not None and x.grad is not None
+    into_x = wide.grad @ weight.double()
+    into = wide.grad.mT @ x.detach().double()
+    torch.testing.assert_close(
+        x.grad.double(), into_x, rtol=2**-6, atol=1e-2 * into_x.abs().max()
+    )
+    torch.testing.assert_close(
+        into_weight.double(), into, rtol=2**-6, atol=1e-4
+    )
+    assert not x.grad[2].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_are_tried_before_they_are_used(
     interpreted: None, dtype: torch.dtype
@@ -114,6 +152,18 @@ class WrongKernels:
             y = F.silu(own[0]) * own[1]
         return torch.autograd.grad(y, own, gradient.float())
 
+    def token_losses(
+        self, logits: Tensor, targets: Tensor, gradient: Tensor, ignored: int
+    ) -> Tensor:
+        wide = logits.float().requires_grad_()
+        with torch.enable_grad():
+            losses = F.cross_entropy(
+                wide, targets, ignore_index=ignored, reduction="none"
+            )
+        (into,) = torch.autograd.grad(losses.sum(), wide)
+        logits.copy_(into * gradient)
+        return losses.detach()
+
 
 class FailingKernels(WrongKernels):
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -137,6 +187,14 @@ class NeverBack(RightKernels):
         return super().rotated(*tensors, **{**order, "forward": True})
 
 
+class UnscaledLoss(RightKernels):
+    def token_losses(
+        self, logits: Tensor, targets: Tensor, gradient: Tensor, ignored: int
+    ) -> Tensor:
+        one = torch.ones_like(gradient)
+        return super().token_losses(logits, targets, one, ignored)
+
+
 class NeverNeighbours(RightKernels):
     def rotated(self, *tensors: Tensor, **order: bool) -> Tensor:
         return super().rotated(*tensors, **{**order, "neighbours": False})
@@ -151,6 +209,7 @@ class NeverNeighbours(RightKernels):
         (FailingGradients(), "no kernel of a backward"),
         (NeverBack(), "not close"),
         (NeverNeighbours(), "not close"),
+        (UnscaledLoss(), "not close"),
     ],
 )
 def test_kernels_that_fail_or_differ_are_left_out_with_a_warning(

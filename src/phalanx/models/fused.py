@@ -1,7 +1,7 @@
-"""Rotation and gating as one kernel each, on a GPU in 16 bits.
+"""Rotation, gating and the loss as one kernel each, on a GPU in 16 bits.
 
 Plain torch computes them in several kernels, each of which reads and writes the whole
-tensor, in float32 for the rotation. One kernel reads 16 bits, computes in float32 and
+tensor, in float32 for the rotation and the loss. One kernel reads 16 bits, computes in float32 and
 rounds once. Everywhere else, and in a compiled graph, plain torch runs.
 """
 
@@ -21,6 +21,7 @@ from torch.nn import functional
 from .function import FrequentFunction, is_transformed
 
 _HALVES = torch.bfloat16, torch.float16
+_NO_TARGET = -100  # in the samples
 _LOG = logging.getLogger(__name__)
 
 
@@ -33,13 +34,14 @@ def fuses(x: Tensor) -> bool:
     # Triton starts kernels on the current device.
     return (
         x.get_device() == torch.cuda.current_device()
-        and _has_kernels()
+        and compiles_kernels()
         and kernels_agree(x.device, x.dtype)
     )
 
 
 @cache
-def _has_kernels() -> bool:
+def compiles_kernels() -> bool:
+    """True if this machine can compile Triton kernels."""
     from torch.utils._triton import has_triton
 
     # Triton compiles its launcher with the machine's C compiler.
@@ -69,7 +71,7 @@ def kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
     except Exception as error:  # whatever a compiler or a driver raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         _LOG.warning(
-            "plain torch rotates and gates on %s, and rounds differently from ranks"
+            "plain torch rotates, gates and computes the loss on %s, and rounds differently from ranks"
             " with kernels: %s",
             device,
             reason,
@@ -105,7 +107,27 @@ def _samples(
     own += _kernels().gate_gradients(first, second, gradient)
     into_gate = torch.ops.aten.silu_backward(wide * up, gate)
     silu = functional.silu(gate)
-    return own, [*wanted, silu * up, into_gate, wide * silu]
+    wanted += [silu * up, into_gate, wide * silu]
+    # logits of 3 tokens, one of which has no target
+    logits = first.view(3, 32).clone()
+    targets = torch.tensor([5, _NO_TARGET, 31], device=device)
+    losses, into_logits = _losses(logits.float(), targets)
+    half = torch.full((1,), 0.5, device=device)
+    own.append(_kernels().token_losses(logits, targets, half, _NO_TARGET))
+    return [*own, logits], [*wanted, losses, 0.5 * into_logits]
+
+
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses of tokens and their gradient (tokens, words), by plain torch."""
+    logs = logits.log_softmax(-1)
+    losses = functional.nll_loss(
+        logs, targets, ignore_index=_NO_TARGET, reduction="none"
+    )
+    valid = targets != _NO_TARGET
+    index = targets.where(valid, 0).unsqueeze(-1)
+    one = torch.ones_like(index, dtype=logits.dtype)
+    into = logs.exp().scatter_add(-1, index, -one)
+    return losses, into * valid.unsqueeze(-1)
 
 
 def _rotated(
@@ -164,3 +186,17 @@ class Gated(FrequentFunction):
             gate, up, gradient.contiguous()
         )
         return found
+
+
+def write_loss_gradient(
+    logits: Tensor, targets: Tensor, gradient: Tensor, ignored: int
+) -> Tensor:
+    """Overwrite logits (tokens, words) with their gradient; return the losses.
+
+    `gradient` (1) is that of every token's loss. A target that is `ignored` adds nothing.
+    """
+    assert logits.stride(-1) == 1
+    losses: Tensor = _kernels().token_losses(
+        logits, targets.contiguous(), gradient, ignored
+    )
+    return losses

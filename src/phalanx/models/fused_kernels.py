@@ -13,6 +13,8 @@ tl: Any = import_module("triton.language")
 
 # Elements per program: of a half in `rotate_kernel`, of a tensor in `gate_kernel`.
 _PAIRS, _BLOCK = 1024, 1024
+# Words that a program of `loss_kernel` reads at once.
+_WORDS = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -105,6 +107,40 @@ def gate_back_kernel(  # type: ignore[no-untyped-def]
     tl.store(into_up + at, to_up.to(into_up.dtype.element_ty), mask=there)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def loss_kernel(  # type: ignore[no-untyped-def]
+    logits, targets, scale, losses, words, row_step, ignored, BLOCK: tl.constexpr
+):
+    # A program reads the logits of one token, and then overwrites them.
+    row = tl.program_id(0).to(tl.int64)
+    own = logits + row * row_step
+    target = tl.load(targets + row)
+    most = float("-inf")
+    total = 0.0
+    chosen = 0.0
+    for start in range(0, words, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        there = word < words
+        x = tl.load(own + word, mask=there, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(most, tl.max(x, 0))
+        terms = tl.exp(x - higher)
+        total = total * tl.exp(most - higher) + tl.sum(terms, 0)
+        most = higher
+        # Not a load of its own: another warp may have overwritten the logit by then.
+        chosen += tl.sum(tl.where(word == target, x, 0.0), 0)
+    log_sum = most + tl.log(total)
+    valid = target != ignored
+    tl.store(losses + row, tl.where(valid, log_sum - chosen, 0.0))
+    factor = tl.where(valid, tl.load(scale).to(tl.float32), 0.0)
+    for start in range(0, words, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        there = word < words
+        x = tl.load(own + word, mask=there, other=float("-inf")).to(tl.float32)
+        share = tl.exp(x - log_sum)
+        y = factor * (share - tl.where(word == target, 1.0, 0.0))
+        tl.store(own + word, y.to(logits.dtype.element_ty), mask=there)
+
+
 def rotated(
     x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool, forward: bool
 ) -> Tensor:
@@ -155,3 +191,17 @@ def gate_gradients(
         gate, up, gradient, into_gate, into_up, count, BLOCK=_BLOCK
     )
     return into_gate, into_up
+
+
+def token_losses(
+    logits: Tensor, targets: Tensor, gradient: Tensor, ignored: int
+) -> Tensor:
+    """The losses (tokens,) of logits (tokens, words), which become their gradients.
+
+    `gradient` has one element, the gradient of every loss.
+    """
+    tokens, words = logits.shape
+    losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    given = logits, targets, gradient, losses, words, logits.stride(0), ignored
+    loss_kernel[tokens,](*given, BLOCK=_WORDS, num_warps=8)
+    return losses

@@ -6,6 +6,8 @@ causal, so no work is spent on pairs from different documents. Where a window is
 than a document, a GPU uses its 16-bit kernel for variable lengths. Elsewhere the blocks
 are strips of rows with the keys that these rows see, and a mask of the size of a strip.
 
+A GPU computes soft caps by flex attention (`flex.py`).
+
 Documents are known on the host. Their number decides which kernels are launched, and
 reading it from a GPU would wait for the GPU.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import groupby, pairwise
@@ -25,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
+
+from . import flex
 
 # Rows of a strip. On a CPU, 512 took 1.3 to 2.2 times as long with windows and soft
 # caps.
@@ -85,9 +90,8 @@ def all_gradients(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    into = own_gradients(
-        gradient, (q, k, v), documents, out, lse, window, softcap
-    )
+    given = gradient, (q, k, v), documents, out, lse, window, softcap
+    into = own_gradients(*given, sinks=sinks is not None)
     # A compiled graph relies on the strides of `_no_gradients`.
     dq, dk, dv = (x.contiguous() for x in into)
     return dq, dk, dv, sink_gradients(gradient, out, lse, sinks)
@@ -242,14 +246,12 @@ def attend_own(
     documents = _cutting(documents)
     if _by_lengths(q, k, documents, window, softcap):
         out, lse = _varlen(q, k, v, documents, window)
-    elif len(blocks := _own_blocks(q, k, documents, window)) == 1:
-        out, lse = attend(q, k, v, blocks[0], softcap, whole=blocks[0].causal)
+    elif _takes_flex(q, k, window, softcap):
+        mask = _block_mask(q, k, documents, window)
+        out, lse = flex.attend(q, k, v, mask, softcap)
     else:
-        out = _room(q)
-        lse = _room(q[..., 0], _wide(q))
-        for block in blocks:
-            at = block.batch, block.rows
-            out[at], lse[at] = attend(q, k, v, block, softcap)
+        blocks = _own_blocks(q, k, documents, window)
+        out, lse = _in_blocks(q, k, v, blocks, softcap)
     out, lse = add_sinks(out, lse, sinks)
     return out.contiguous(), lse.contiguous()
 
@@ -262,13 +264,54 @@ def own_gradients(
     lse: Tensor,
     window: int = 0,
     softcap: float = 0.0,
+    *,
+    sinks: bool = False,
 ) -> Sequence[Tensor]:
-    """The gradients of q, k and v; `out` and `lse` come from `attend_own`."""
+    """The gradients of q, k and v; `out` and `lse` come from `attend_own`.
+
+    `sinks`: they include sinks.
+    """
     q, k, _ = qkv
     documents = _cutting(documents)
     if _by_lengths(q, k, documents, window, softcap):
         return _varlen_back(gradient, qkv, documents, out, lse, window)
+    if _takes_flex(q, k, window, softcap):
+        mask = _block_mask(q, k, documents, window)
+        given = gradient, qkv, mask, out, lse, softcap
+        return flex.gradients(*given, sinks=sinks)
     blocks = _own_blocks(q, k, documents, window)
+    return _block_gradients(gradient, qkv, out, lse, blocks, softcap)
+
+
+def _in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Sequence[AttentionBlock],
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """The output and log-sum-exp of blocks in which each row stands once."""
+    if len(blocks) == 1:
+        (only,) = blocks
+        return attend(q, k, v, only, softcap, whole=only.causal)
+    out = _room(q)
+    lse = _room(q[..., 0], _wide(q))
+    for block in blocks:
+        at = block.batch, block.rows
+        out[at], lse[at] = attend(q, k, v, block, softcap)
+    return out, lse
+
+
+def _block_gradients(
+    gradient: Tensor,
+    qkv: Qkv,
+    out: Tensor,
+    lse: Tensor,
+    blocks: Sequence[AttentionBlock],
+    softcap: float,
+) -> Sequence[Tensor]:
+    """The gradients of q, k and v from the blocks of `_in_blocks`."""
+    q, k, _ = qkv
     plain = all(block.band is None for block in blocks)
     once = q.shape[1] == k.shape[1] and plain
     if once and len(blocks) == 1 and blocks[0].causal:
@@ -303,6 +346,76 @@ def _by_lengths(
         and q.shape[1] == k.shape[1]
         and _kernels(q) is FLASH
     )
+
+
+def _takes_flex(q: Tensor, k: Tensor, window: int, softcap: float) -> bool:
+    """True if flex attention computes this soft cap, on a GPU in 16 bits."""
+    if not softcap or q.shape[1] < flex.FEWEST_ROWS:
+        return False
+    if not flex.available(q.device, q.dtype):
+        return False
+    return _flex_agrees(q.device, q.dtype, q.shape, k.shape, window, softcap)
+
+
+@cache
+def _flex_agrees(
+    device: torch.device,
+    dtype: torch.dtype,
+    of_q: torch.Size,
+    of_k: torch.Size,
+    window: int,
+    softcap: float,
+) -> bool:
+    """True if flex attention gives what the strips give, for tensors of these shapes.
+
+    A compiler that fails on this machine, or a kernel that does not fit this GPU, must
+    not end a run that the strips can do.
+    """
+    sizes = of_q, of_k
+    given = device, dtype, sizes, window, softcap
+    # In a thread, because autograd records nothing inside of an operator's forward.
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            thread.submit(_compare_flex, *given).result()
+        except Exception as error:  # whatever a compiler or a driver raises
+            flex.warn(device, error)
+            return False
+    return True
+
+
+def _compare_flex(
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[torch.Size, torch.Size],
+    window: int,
+    softcap: float,
+) -> None:
+    """Raise unless flex attention gives what the strips give for three documents."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    gradient, (q, k, v) = flex.sample(sizes, device, dtype)
+    rows, keys = k.shape[:2]
+    runs = torch.arange(keys) * 3 // keys
+    documents = runs.expand(rows, keys).contiguous()
+    blocks = _own_blocks(q, k, documents, window)
+    mask = _block_mask(q, k, documents, window)
+    given = gradient, (q, k, v)
+    with torch.no_grad():
+        out, lse = _in_blocks(q, k, v, blocks, softcap)
+        wanted = _block_gradients(*given, out, lse, blocks, softcap)
+    found = flex.attend(q, k, v, mask, softcap)
+    into = flex.gradients(*given, mask, out, lse, softcap, sinks=False)
+    flex.compare([*found, *into], [out, lse, *wanted])
+
+
+def _block_mask(
+    q: Tensor, k: Tensor, documents: Tensor | None, window: int
+) -> Any:
+    """The mask of flex attention for these documents, or for whole rows."""
+    keys = k.shape[1]
+    every = [[0, keys]] * len(q) if documents is None else _edges(documents)
+    edges = tuple(map(tuple, every))
+    return flex.block_mask(edges, q.shape[1], window, q.device)
 
 
 def _no_gradients(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -584,7 +697,9 @@ def kernel_names(
         ).name,
         "documents": f"{lengths.name} by lengths" if flash else lengths.name,
         "windows": f"{lengths.name} by lengths" if flash else masked.name,
-        "soft caps": PLAIN.name,
+        "soft caps": flex.NAME
+        if flex.available(device, dtype)
+        else PLAIN.name,
     }
 
 

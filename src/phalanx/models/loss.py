@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .fused import fuses, write_loss_gradient
+
 IGNORED = -100  # targets with this value add nothing to the loss
 
 # Elements in a tile, by device: a float32 copy fits in a CPU's cache, or keeps a GPU
@@ -481,6 +483,11 @@ class _ChunkedTokenLosses(torch.autograd.Function):
         return into, None, None, None
 
 
+def _fuses(parts: Sequence[Tensor], terms: _Terms) -> bool:
+    """True if one kernel computes the losses of these logits and their gradient."""
+    return len(parts) == 1 and terms.whole(parts[0]) and fuses(parts[0])
+
+
 def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
     there = [x for x in parts if x is not None]
     return torch.cat(there) if there else None
@@ -513,10 +520,17 @@ class _ChunkedLoss(torch.autograd.Function):
         terms, words = ctx.terms, ctx.terms.words
         for chunk in _logit_chunks(x, ctx.of, words):
             target = targets[chunk.rows]
-            sums = _token_sums(chunk.logits, target, terms)
-            ctx.loss += sums.losses.sum()
-            each = gradient.expand(target.shape)
-            given = _chunk_gradients(chunk, target, sums, each, terms)
+            if terms.z == 0 and _fuses(chunk.logits, terms):
+                # One kernel computes the losses and overwrites the logits.
+                (logits,) = given = chunk.logits
+                scale = gradient.view(1)
+                losses = write_loss_gradient(logits, target, scale, IGNORED)
+            else:
+                sums = _token_sums(chunk.logits, target, terms)
+                losses = sums.losses
+                each = gradient.expand(target.shape)
+                given = _chunk_gradients(chunk, target, sums, each, terms)
+            ctx.loss += losses.sum()
             _send_back(chunk, given, ctx.of, words, into)
         return into, None, None, None
 

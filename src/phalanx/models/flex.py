@@ -1,0 +1,265 @@
+"""Attention with soft caps on a GPU, by torch's flex attention.
+
+flex_attention makes one Triton kernel for each direction, which never writes the scores to
+memory. A mask of blocks of 128 queries by 128 keys leaves out pairs that do not attend.
+Everywhere else `kernels.py` computes soft caps by matmuls in strips of rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .fused import compiles_kernels
+
+NAME = "flex attention"
+# Fewer rows take the strips: a text that is generated has one row at a time.
+FEWEST_ROWS = 1024
+# Set to 1: soft caps take the strips on a GPU too.
+OFF = "PHALANX_NO_FLEX"
+_BLOCK = 128  # rows and keys of a block, torch's own default
+# The kinds of calls in a process. Beyond this number torch would write all scores.
+_ENTRIES = 64
+_HALVES = torch.bfloat16, torch.float16
+_LOG = logging.getLogger(__name__)
+
+Edges = tuple[tuple[int, ...], ...]
+
+_dispatch: Any = torch._C  # its stubs leave these functions out
+
+
+def _dispatch_keys() -> tuple[Any, Any]:
+    included = _dispatch._dispatch_tls_local_include_set()
+    return included, _dispatch._dispatch_tls_local_exclude_set()
+
+
+# The keys outside of any operator: this module is imported there.
+_OUTSIDE = _dispatch_keys()
+
+
+def _outside() -> Any:
+    """A context as outside of the operator that calls: autograd records in it.
+
+    Without it torch compiles once more in each kind of surroundings.
+    """
+    return _dispatch._ForceDispatchKeyGuard(*_OUTSIDE)
+
+
+def available(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if flex attention can run on a device in a dtype."""
+    if os.environ.get(OFF, "0") != "0":
+        return False
+    return device.type == "cuda" and dtype in _HALVES and compiles_kernels()
+
+
+class BlockRows:
+    """The pairs of blocks with keys that are seen, of one sequence.
+
+    `edges` are the starts of its documents and the number of its keys. The rows are the
+    last of the keys' times.
+    """
+
+    def __init__(self, edges: tuple[int, ...], rows: int, window: int) -> None:
+        keys = edges[-1]
+        time = np.arange(keys)
+        runs = np.searchsorted(edges, time, side="right") - 1
+        self.runs = runs  # the number of each key's document
+        # the first key that each row sees; it never falls
+        low = np.maximum(np.array(edges)[runs], time + 1 - window)
+        blocks = -(-rows // _BLOCK)
+        first = keys - rows + np.arange(blocks) * _BLOCK
+        stop = first + _BLOCK  # beyond the keys if the last block is not whole
+        last = np.minimum(stop, keys) - 1
+        begin = np.arange(-(-keys // _BLOCK)) * _BLOCK
+        end = begin + _BLOCK
+        # (blocks of rows, blocks of keys)
+        self.some = (end > low[first][:, None]) & (begin <= last[:, None])
+        whole = (stop <= keys)[:, None] & (end <= keys)
+        after = begin >= low[last][:, None]
+        before = end - 1 <= first[:, None]
+        self.full = whole & after & before
+
+
+def _indices(there: np.ndarray) -> tuple[Tensor, Tensor]:
+    """The number of blocks in each row of blocks, and their indices, those there first."""
+    count = there.sum(-1).astype(np.int32)
+    order = np.argsort(~there, axis=-1, kind="stable").astype(np.int32)
+    return torch.from_numpy(count), torch.from_numpy(order)
+
+
+@lru_cache(maxsize=32)
+def block_mask(
+    edges: Edges, rows: int, window: int, device: torch.device
+) -> Any:
+    """The mask of a batch, from the starts of documents in each sequence.
+
+    A batch has the same mask in all layers and in both directions, and so has every batch
+    without documents.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    keys = edges[0][-1]
+    window = window or keys
+    before = keys - rows
+    found = [BlockRows(each, rows, window) for each in edges]
+    runs = np.stack([each.runs for each in found]).astype(np.int32)
+    document = torch.from_numpy(runs).to(device)  # (B, keys)
+
+    def sees(b: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        time = row + before
+        near = (key <= time) & (key > time - window)
+        return near & (document[b, time] == document[b, key])
+
+    # (B, 1, blocks of rows, blocks of keys): the same for all heads
+    some = np.stack([each.some for each in found])[:, None]
+    full = np.stack([each.full for each in found])[:, None]
+    tables: dict[str, Tensor] = {}
+    for name, blocks in (("", some & ~full), ("full_", full)):
+        # Forward and dq go along a row of blocks, dk and dv along a column.
+        of_rows, of_columns = blocks, blocks.swapaxes(-1, -2)
+        for side, there in (("kv", of_rows), ("q", of_columns)):
+            count, indices = (x.to(device) for x in _indices(there))
+            tables[f"{name}{side}_num_blocks"] = count
+            tables[f"{name}{side}_indices"] = indices
+    # Not `from_kv_blocks`, whose vmap fails inside of a dispatch mode.
+    return BlockMask(
+        seq_lengths=(rows, keys),
+        BLOCK_SIZE=(_BLOCK, _BLOCK),
+        mask_mod=sees,
+        **tables,
+    )
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The output (B, heads, rows, size) and log-sum-exp (B, heads, rows)."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def capped(score: Tensor, *where: Tensor) -> Tensor:
+        # c tanh(s / c) by a sigmoid, which Triton computes in fewer instructions.
+        share = torch.sigmoid(score * (2.0 / softcap))
+        return softcap * (2.0 * share - 1.0)
+
+    out, more = flex_attention(
+        q,
+        k,
+        v,
+        score_mod=capped,
+        block_mask=mask,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, more.lse
+
+
+@cache
+def _compiled() -> Any:
+    compiled: Any = torch.compile
+    return compiled(_flex, dynamic=False)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, softcap: float
+) -> tuple[Tensor, Tensor]:
+    import torch._dynamo
+
+    # Thread-local, and autograd calls from a thread of its own.
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _ENTRIES)
+    found: tuple[Tensor, Tensor] = _compiled()(q, k, v, mask, softcap)
+    return found
+
+
+@torch.no_grad()
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The output (like q) and log-sum-exp (B, rows, heads) of q (B, rows, heads, size)."""
+    with _outside():
+        heads_first = [x.detach().transpose(1, 2) for x in (q, k, v)]
+        out, lse = _call(*heads_first, mask, softcap)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def gradients(
+    gradient: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: Any,
+    out: Tensor,
+    lse: Tensor,
+    softcap: float,
+    *,
+    sinks: bool,
+) -> list[Tensor]:
+    """The gradients of q, k and v; `out` and `lse` may include `sinks`.
+
+    torch has no call of flex attention's backward alone, so the forward runs again: two
+    more matmuls beside the backward's five.
+    """
+    with _outside(), torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        heads_first = [x.transpose(1, 2) for x in leaves]
+        own, own_lse = _call(*heads_first, mask, softcap)
+        into = gradient.detach().transpose(1, 2)
+        if not sinks:
+            return list(torch.autograd.grad(own, leaves, into))
+        given = _with_sinks(into, (own, own_lse), out, lse)
+        return list(torch.autograd.grad((own, own_lse), leaves, given))
+
+
+@torch.no_grad()
+def _with_sinks(
+    into: Tensor, result: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the keys' own result, from that of the result with sinks.
+
+    The latter is the former times the keys' share of the denominator: exp(own_lse - lse).
+    Its derivative by own_lse is share * (own - out).
+    """
+    own, own_lse = result
+    share = (own_lse - lse.transpose(1, 2)).exp().unsqueeze(-1)
+    weighted = into * share
+    beyond = own - out.transpose(1, 2)
+    into_lse = (weighted * beyond).sum(-1)
+    return weighted.to(own.dtype), into_lse.to(own_lse.dtype)
+
+
+def sample(
+    shapes: tuple[torch.Size, torch.Size],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, list[Tensor]]:
+    """A gradient, and q, k and v of these shapes, for a comparison with the strips."""
+    generator = torch.Generator(device).manual_seed(0)
+    of_q, of_k = shapes
+    drawn = [
+        torch.randn(size, generator=generator, device=device).to(dtype)
+        for size in (of_q, of_q, of_k, of_k)
+    ]
+    return drawn[0], drawn[1:]
+
+
+def compare(found: list[Tensor], wanted: list[Tensor]) -> None:
+    """Raise unless results in 16 bits agree with those of the strips."""
+    for one, other in zip(found, wanted, strict=True):
+        apart = float((one.float() - other.float()).norm())
+        size = float(other.float().norm())
+        if not apart <= 0.02 * size:
+            raise ValueError(f"results differ by {apart / size:.2g}")
+
+
+def warn(device: torch.device, error: Exception) -> None:
+    """Log that the strips stand in for flex attention on this device, and the reason."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    _LOG.warning(
+        "soft caps take matmuls in strips on %s, 30 times as long as flex attention: %s",
+        device,
+        reason,
+    )
