@@ -129,8 +129,6 @@ def table_of(mask: Any, name: str) -> list[set[int]]:
     return [set(row[:count]) for count, row in rows]
 
 
-
-
 @pytest.mark.parametrize("fault", ["", "wrong", "fails"])
 def test_flex_attention_is_tried_before_it_is_used(
     on_this_device: None,

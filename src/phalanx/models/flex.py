@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -119,7 +120,7 @@ def block_mask(
     # (B, 1, blocks of rows, blocks of keys): the same for all heads
     some = np.stack([each.some for each in found])[:, None]
     full = np.stack([each.full for each in found])[:, None]
-    tables: dict[str, Tensor] = {}
+    tables: dict[str, Any] = {}
     for name, blocks in (("", some & ~full), ("full_", full)):
         # Forward and dq go along a row of blocks, dk and dv along a column.
         of_rows, of_columns = blocks, blocks.swapaxes(-1, -2)
@@ -156,6 +157,7 @@ def _flex(
         enable_gqa=True,
         return_aux=AuxRequest(lse=True),
     )
+    assert more.lse is not None
     return out, more.lse
 
 
@@ -166,15 +168,17 @@ def _compiled() -> Any:
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, softcap: float
+    qkv: Sequence[Tensor], mask: Any, softcap: float
 ) -> tuple[Tensor, Tensor]:
+    """The result of `_flex` for q, k and v (B, T, heads, size)."""
     import torch._dynamo
 
     # Thread-local, and autograd calls from a thread of its own.
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _ENTRIES)
-    found: tuple[Tensor, Tensor] = _compiled()(q, k, v, mask, softcap)
-    return found
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    out, lse = _compiled()(q, k, v, mask, softcap)
+    return out, lse
 
 
 @torch.no_grad()
@@ -183,8 +187,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The output (like q) and log-sum-exp (B, rows, heads) of q (B, rows, heads, size)."""
     with _outside():
-        heads_first = [x.detach().transpose(1, 2) for x in (q, k, v)]
-        out, lse = _call(*heads_first, mask, softcap)
+        given = [x.detach() for x in (q, k, v)]
+        out, lse = _call(given, mask, softcap)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -205,8 +209,7 @@ def gradients(
     """
     with _outside(), torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in qkv]
-        heads_first = [x.transpose(1, 2) for x in leaves]
-        own, own_lse = _call(*heads_first, mask, softcap)
+        own, own_lse = _call(leaves, mask, softcap)
         into = gradient.detach().transpose(1, 2)
         if not sinks:
             return list(torch.autograd.grad(own, leaves, into))

@@ -109,7 +109,14 @@ def gate_back_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def loss_kernel(  # type: ignore[no-untyped-def]
-    logits, targets, scale, losses, words, row_step, ignored, BLOCK: tl.constexpr
+    logits,
+    targets,
+    scale,
+    losses,
+    words,
+    row_step,
+    ignored,
+    BLOCK: tl.constexpr,
 ):
     # A program reads the logits of one token, and then overwrites them.
     row = tl.program_id(0).to(tl.int64)
@@ -202,6 +209,16 @@ def token_losses(
     """
     tokens, words = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
-    given = logits, targets, gradient, losses, words, logits.stride(0), ignored
-    loss_kernel[tokens,](*given, BLOCK=_WORDS, num_warps=8)
+    grid = (tokens,)
+    loss_kernel[grid](
+        logits,
+        targets,
+        gradient,
+        losses,
+        words,
+        logits.stride(0),
+        ignored,
+        BLOCK=_WORDS,
+        num_warps=8,
+    )
     return losses
