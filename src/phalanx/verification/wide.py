@@ -115,7 +115,7 @@ NARROW = {
     "parallel/narrow.py:NarrowUnit._rows": "copy_",
     "parallel/narrow.py:NarrowUnit.agree_scales": "copy_",
     # operations of autograd's own backward of all these
-    "parallel/pieces.py:Piece._run": (
+    "parallel/pieces.py:Piece.run_backward": (
         f"{_FLASH}_backward _to_copy add add_ div embedding_dense_backward gelu_backward index_add mm mul"
         " native_layer_norm_backward neg sigmoid_backward silu_backward sum tanh_backward where"
     ),
