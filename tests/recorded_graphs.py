@@ -45,6 +45,10 @@ class Recording(TorchDispatchMode):
         self.spare: list[Tensor] = []
         self.replays = 0
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # compiled functions run as such, not eagerly
+
     def _alias(self, x: Tensor) -> Tensor:
         """Another tensor on the same memory, of which autograd knows nothing."""
         self.aliases[storage_of(x)] += 1
