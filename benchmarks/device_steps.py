@@ -47,6 +47,7 @@ from phalanx.training.rank import Rank, batches_of
 
 MODELS = {
     "1b": "1b",
+    "25m": "25m",
     "8b-width": (
         '{name="8b-width", layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336,'
         " vocab=32768, sequence=4096, batch=4}"

@@ -38,6 +38,23 @@ def test_a_run_in_float64_has_the_losses_of_a_cpu(
     assert there == pytest.approx(here, rel=1e-10)
 
 
+def test_graphs_of_blocks_have_the_losses_of_compiled_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # From the third microbatch on, blocks are graphs.
+    compiled, graphs = (
+        losses(
+            tmp_path / word,
+            f"accum:3 bf16 {word}",
+            monkeypatch,
+            "document_masks=false",
+            gpu=True,
+        )
+        for word in ("compile", "compile:graphs")
+    )
+    assert graphs == pytest.approx(compiled, rel=1e-6)
+
+
 def test_a_run_resumes_on_a_cpu_from_the_checkpoint_of_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
