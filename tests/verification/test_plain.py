@@ -218,8 +218,8 @@ def _another_eps() -> AbstractContextManager[None]:
 def _a_gradient_by_hand() -> AbstractContextManager[None]:
     right = kernels.own_gradients
 
-    def doubled(gradient: Tensor, qkv: Any, *more: Any) -> Any:
-        into_q, *others = right(gradient, qkv, *more)
+    def doubled(gradient: Tensor, qkv: Any, *more: Any, **options: Any) -> Any:
+        into_q, *others = right(gradient, qkv, *more, **options)
         return [into_q * 1.001, *others]
 
     return swapped(kernels, "own_gradients", doubled)
