@@ -18,7 +18,7 @@ from phalanx.training.optimizer import AdamW
 from phalanx.training.program import program_of
 from phalanx.verification.cases import trial_batch
 
-# Wide enough that the gradients outweigh the norm's whole numbers, 6 KB a step.
+# Wide enough that the gradients outweigh the norm's whole numbers, 4 KB a step.
 WIDE = replace(SHAPES["gqa"], hidden=128, ffn=256, vocab=256)
 
 

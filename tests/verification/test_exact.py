@@ -1,7 +1,9 @@
 """Layouts of `exact` have the bits of one process, and a difference of a bit is named."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -282,7 +284,7 @@ def test_a_norm_in_the_order_of_arrival_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def squares(self: ExactTotals, unit: Any) -> torch.Tensor:
-        total = torch.zeros(3, 256, dtype=torch.float64)
+        total = torch.zeros(2, 256, dtype=torch.float64)
         norm = sum(float(run.norm()) ** 2 for run in unit.counted())
         total[0, 150] = norm
         return total
@@ -324,28 +326,44 @@ def test_every_seeded_fault_is_found_in_bfloat16(part: int) -> None:
 # ---- sums of numbers
 
 
-def test_squares_are_summed_without_rounding_in_any_order() -> None:
-    """Against whole numbers of Python: every float32 is one, times a power of two."""
+def rounded_square(value: float) -> Fraction:
+    """The square of a normal float32 by hand, with 24 bits."""
+    square = Fraction(value) ** 2
+    if not square:
+        return square
+    _, exponent = math.frexp(value * value)
+    unit = Fraction(2) ** (exponent - 24)  # the value of its last bit
+    return round(square / unit) * unit
+
+
+def test_squares_are_summed_without_rounding_in_any_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against fractions of Python: each square is rounded once, their sums never."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2000, generator=draw) * 10.0 ** torch.randint(
-        -42, 18, (2000,), generator=draw
+        -36, 18, (2000,), generator=draw
     )
+    # the smallest of them has no bit that is not stored, and counts as zero
     x[:3] = torch.tensor([0.0, -0.0, 1e-45])
-    exact = sum(int(v * 2.0**149) ** 2 for v in x.double().tolist())
+    normal = [v for v in x.tolist() if abs(v) >= 2.0**-126]
+    exact = sum(map(rounded_square, normal), Fraction(0))
     parts = [squares_by_exponent(part) for part in x.split(7)]
+    monkeypatch.setattr(totals, "_RUN", 300)
     shuffled = squares_by_exponent(x[torch.randperm(2000, generator=draw)])
     in_parts = sum_of_limbs(sum(parts[1:], parts[0]))
     assert torch.equal(in_parts, sum_of_limbs(shuffled))
-    relative = float(sum_of_limbs(shuffled)) / (exact / 2**298) - 1.0
+    relative = Fraction(float(in_parts)) / exact - 1
     assert abs(relative) < 1e-15
 
 
-def test_squares_of_long_rows_are_summed_without_overflow() -> None:
+def test_squares_of_long_runs_are_summed_without_overflow() -> None:
     largest = 2.0 - 2.0**-23  # all bits of the mantissa are set
     count = 2 * 2**15 + 7
-    x = torch.full((count,), largest)
-    by_hand = count * int(largest * 2.0**23) ** 2 / 2**46
-    assert float(sum_of_limbs(squares_by_exponent(x))) == by_hand
+    squares = squares_by_exponent(torch.full((count,), largest))
+    # as if 2^20 ranks had such a run each
+    every = count * 2**20 * rounded_square(largest)
+    assert Fraction(float(sum_of_limbs(squares * 2.0**20))) == every
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

@@ -283,6 +283,11 @@ class Unit:
         )
         return sum(each.stop - each.start for each in matrices)
 
+    @property
+    def counts_norm(self) -> bool:
+        """True if this rank's gradient counts in the gradient norm, not a replica's."""
+        return self.groups.replica.rank == 0
+
     @cached_property
     def counted_runs(self) -> list[slice]:
         """The runs of this rank's shard that it counts in the gradient norm."""

@@ -130,6 +130,24 @@ class ExactUnit(Unit):
     # ---- gradients
 
     @property
+    def counts_norm(self) -> bool:
+        return True
+
+    @cached_property
+    def counted_runs(self) -> list[slice]:
+        """The runs of this rank's shard that it counts in the gradient norm.
+
+        Sums of squares have no order here, so each replica counts its own part.
+        """
+        width = self.part // self.replicas
+        start = width * self.groups.replica.rank
+        clipped = (
+            slice(max(run.start, start), min(run.stop, start + width))
+            for run in super().counted_runs
+        )
+        return [run for run in clipped if run.start < run.stop]
+
+    @property
     def bytes(self) -> UnitBytes:
         one = super().bytes
         return one._replace(gradient=self.slots * one.gradient)

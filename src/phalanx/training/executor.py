@@ -477,7 +477,7 @@ class Executor:
         self.norms = {
             n: self.totals.squares(u)
             for n, u in home.items()
-            if u.groups.replica.rank == 0
+            if u.counts_norm
         }
         own = self.totals.own(self.norms.values(), self.own_losses)
         # Rides with the norm, so that stopping needs no message of its own.

@@ -17,19 +17,19 @@ from ..parallel import Unit
 from ..parallel.local import ExactPlace, LocalModel
 
 _SHORT = 1024  # elements of a run whose norm is computed in float32
-_EXPONENTS = 256  # of float32
-# A float32 is mantissa * 2 ** (exponent - 150), with 23 stored bits of mantissa.
-_MANTISSA = 23
-_BIAS = 150
-_HALF = 12  # bits of half a mantissa
-# A square of a mantissa has 48 bits. A row of squares is added as a whole number of 63
-# bits. Each 21-bit third of it is summed in float64 (53 bits), so up to 2^47 numbers of
-# one exponent add without rounding.
-_ROW = 1 << 15
-_LIMB, _LIMBS = 21, 3
+# A float32 is (1 + fraction) * 2 ** (exponent - 127), with 23 stored bits of fraction.
+_EXPONENTS = 256
+_FRACTION = 23
+_BIAS = 127
+_ONE = _BIAS << _FRACTION  # the bits of 1.0
+# A square of a mantissa is below 4 and rounded to float32: a whole number of 25 bits,
+# times 2^-23. So 2^27 of them add in float64 (53 bits) without rounding. Such a sum is
+# split into limbs, of which 2^27 add without rounding.
+_RUN = 1 << 27
+_LIMB, _LIMBS = 26, 2
 # Elements whose squares are computed at once: they fit in a CPU's cache, or keep a GPU
 # busy.
-_CHUNK, _LARGE_CHUNK = {"cpu": _ROW}, 1 << 22
+_CHUNK, _LARGE_CHUNK = {"cpu": 1 << 15}, 1 << 22
 
 
 class Totals:
@@ -112,13 +112,10 @@ class ExactTotals(Totals):
         return sum_in_tree(reduced.view(kinds, -1))
 
     def squares(self, unit: Unit) -> Tensor:
-        found = torch.zeros(
-            _LIMBS, _EXPONENTS, dtype=torch.float64, device=self.device
-        )
-        size = _CHUNK.get(self.device.type, _LARGE_CHUNK)
+        size = _LIMBS, _EXPONENTS
+        found = torch.zeros(size, dtype=torch.float64, device=self.device)
         for run in unit.counted():
-            for chunk in torch.split(run.view(-1), size):
-                found += squares_by_exponent(chunk)
+            found += squares_by_exponent(run.view(-1))
         # infinity and NaN have the last exponent
         last = found[:, -1]
         last.copy_(torch.where(last > 0, torch.inf, last))
@@ -172,38 +169,29 @@ def sum_in_tree(x: Tensor) -> Tensor:
 def squares_by_exponent(x: Tensor) -> Tensor:
     """The squares of a flat float32 tensor, as sums of whole numbers.
 
-    A sum for each exponent of x, in limbs: row i has bits 21 i to 21 i + 20 of the sums
-    of squared mantissas over at most `_ROW` elements each.
+    A sum for each exponent of x, in limbs: row i has bits 26 i to 26 i + 25 of the sums
+    of squared mantissas. Each square is rounded to float32, whatever its neighbours.
+    Numbers below 2^-126 count as zero.
     """
-    bits = x.contiguous().view(torch.int32)
-    exponent = (bits >> _MANTISSA) & (_EXPONENTS - 1)
-    mantissa = bits & ((1 << _MANTISSA) - 1)
-    # All but the smallest numbers have a leading bit that is not stored.
-    mantissa += (exponent > 0).to(torch.int32) << _MANTISSA
-    # Halves of 12 bits, whose products are exact in float64.
-    high = (mantissa >> _HALF).double()
-    low = (mantissa & ((1 << _HALF) - 1)).double()
-    rows = max(1, -(-x.numel() // _ROW))
-    place = exponent.long()
-    if rows > 1:
-        row = torch.arange(x.numel(), device=x.device) // _ROW
-        place += row * _EXPONENTS
-
-    def summed(products: Tensor) -> Tensor:
-        # Not `bincount`, which torch's deterministic mode refuses on a GPU.
-        every = products.new_zeros(rows * _EXPONENTS)
-        return every.index_add_(0, place, products).long()
-
-    # (high 2^12 + low)^2; a square has 48 bits, and a row's sum at most 63.
-    total = summed(high * high) << (2 * _HALF)
-    total += summed(high * low) << (_HALF + 1)
-    total += summed(low * low)
-    limbs = [
-        (total >> (_LIMB * limb)) & ((1 << _LIMB) - 1)
-        for limb in range(_LIMBS)
-    ]
-    by_row = torch.stack(limbs).view(_LIMBS, rows, _EXPONENTS)
-    return by_row.double().sum(1)
+    size = _LIMBS, _EXPONENTS
+    limbs = torch.zeros(size, dtype=torch.float64, device=x.device)
+    width = _CHUNK.get(x.device.type, _LARGE_CHUNK)
+    for run in torch.split(x, _RUN):
+        sums = limbs.new_zeros(_EXPONENTS)
+        for chunk in torch.split(run, width):
+            bits = chunk.view(torch.int32)
+            exponent = (bits >> _FRACTION) & (_EXPONENTS - 1)
+            fraction = bits & ((1 << _FRACTION) - 1)
+            mantissa = (fraction | _ONE).view(torch.float32)
+            squares = (mantissa * mantissa).double()
+            # Not `bincount`, which torch's deterministic mode refuses on a GPU.
+            sums.index_add_(0, exponent, squares)
+        sums[0] = 0.0  # zeros, whose mantissa has no leading bit
+        whole = sums * 2.0**_FRACTION
+        high = (whole / 2.0**_LIMB).floor()
+        limbs[0] += whole - high * 2.0**_LIMB
+        limbs[1] += high
+    return limbs
 
 
 def sum_of_limbs(limbs: Tensor) -> Tensor:
@@ -211,15 +199,14 @@ def sum_of_limbs(limbs: Tensor) -> Tensor:
     device = limbs.device
     exponents = torch.arange(_EXPONENTS, dtype=torch.float64, device=device)
     places = torch.arange(_LIMBS, dtype=torch.float64, device=device) * _LIMB
-    # The smallest numbers have the exponent of the next larger ones.
-    scales = 2.0 * (exponents.clamp(min=1.0) - _BIAS)
+    scales = 2.0 * (exponents - _BIAS) - _FRACTION
     powers = torch.exp2(places.view(-1, 1) + scales)
     digits = _carried(limbs.view(_LIMBS, _EXPONENTS))
     return sum_in_tree((digits * powers).view(-1))
 
 
 def _carried(limbs: Tensor) -> Tensor:
-    """Whole numbers with their carries: all limbs but the last are below 2^21.
+    """Whole numbers with their carries: all limbs but the last are below 2^26.
 
     Sums over other shards have other limbs of the same numbers.
     """
