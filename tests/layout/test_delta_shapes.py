@@ -53,9 +53,10 @@ def test_latent_attention_has_no_gate() -> None:
         (replace(DELTA, delta_key_heads=2), "tp4", "tp=4 does not divide delta_key_heads=2"),
         (DELTA, "dp2 fp8", "does not support delta layers"),
         (DELTA, "dp2 compile", "compile has not been compared in blocks with delta layers"),
-        (DELTA, "dp2 exact", "exact does not fix the order of sums in delta layers"),
-        (replace(SHAPES["gqa"], output_gate=True), "dp2 exact",
-         "exact does not fix the order of sums after output_gate"),
+        (DELTA, "cp2 exact:1x2", "exact:1x2 does not fix the order of sums of states"),
+        (replace(SHAPES["gqa"], output_gate=True), "cp2 exact:1x2",
+         "exact:1x2 does not cover output_gate yet"),
+        (replace(DELTA, delta_key_heads=2), "exact:4", "exact:4 does not divide delta_key_heads=2"),
     ],
 )  # fmt: skip
 def test_layouts_without_delta_layers_are_refused(

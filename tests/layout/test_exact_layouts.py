@@ -44,6 +44,11 @@ def test_counts_that_are_no_subtrees_are_refused_with_those_that_are(
         ("ep2 dp2 exact", "exact with ep before dp: .* Write dp before ep"),
         ("dp2 ep3 exact", "does not cover dp2 with ep3: .* power of two"),
         ("tp2 seq experts:tp exact:2", "does not cover experts:tp yet"),
+        ("dp2 compile:max exact", "compile:max: its tuning .* Use compile"),
+        ("dp2 compile:graphs exact", "compile:graphs yet: .* Use compile"),
+        ("tp2 compile exact:2", "exact:2 does not cover compile yet"),
+        ("exact:1x2 compile", "exact:1x2 does not cover compile yet"),
+        ("dp2 compile recompute:all exact", "compile with recompute:all"),
     ],
 )
 def test_parts_that_ranks_cannot_share_are_refused(

@@ -119,7 +119,7 @@ def test_a_sum_of_the_tree_takes_a_buffer_until_it_is_added() -> None:
         ("cp2 exact", "exact with cp2: each rank computes whole runs"),
         ("fp64 exact", "exact does not cover fp64 yet"),
         ("bf16 fp8 exact", "exact does not cover fp8 yet"),
-        ("compile exact", "exact does not cover compile yet"),
+        ("compile:max exact", "exact does not cover compile:max"),
         ("dp2 zero2 reduce:micro exact", "exact does not cover reduce:micro"),
     ],
 )

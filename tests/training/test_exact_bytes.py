@@ -67,6 +67,14 @@ def test_a_step_sends_at_most_a_twentieth_more(text: str) -> None:
     assert 0 < bytes_of_a_step(f"{text} exact") <= 1.05 * bytes_of_a_step(text)
 
 
+def test_replicas_share_the_elements_of_the_gradient_norm() -> None:
+    """A quarter each, in parts of 64 elements."""
+    step = TalliedStep("dp2x2 zero1 exact")
+    for unit in step.local.units.values():
+        counted = sum(run.stop - run.start for run in unit.counted_runs)
+        assert 4 * counted <= unit.numel
+
+
 def test_with_accumulation_zero3_sends_gradients_only_once() -> None:
     text = "dp4 zero3 accum:4"
     assert bytes_of_a_step(f"{text} exact") < bytes_of_a_step(text)

@@ -1,6 +1,7 @@
 """Layouts of `exact` have the bits of one process, and a difference of a bit is named."""
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -19,6 +20,7 @@ from phalanx.models import ExpertProducts
 from phalanx.models.dense import Mlp
 from phalanx.parallel import build_model
 from phalanx.parallel import exact as units
+from phalanx.parallel.compile import BACKEND
 from phalanx.parallel.exact import ExactUnit
 from phalanx.parallel.local import ExactPlace
 from phalanx.training import muon, totals
@@ -278,6 +280,27 @@ def test_products_of_all_senders_at_once_are_found(
     monkeypatch.setattr(ExpertProducts, "on_each", at_once)
     (found,) = differences("experts", "ep3 exact", FP32)
     assert found.startswith("step 0: the output of layers.")
+
+
+def test_compiled_pieces_have_the_bits_of_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The same graphs as with inductor, but kernels of torch: those take a minute.
+    monkeypatch.setenv(BACKEND, "aot_eager")
+    text = "dp2 zero3 compile exact"
+    assert not differences("gqa", text, FP32, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not shutil.which("g++"), reason="kernels for a CPU need a C++ compiler"
+)
+@pytest.mark.parametrize("model", FEW)
+def test_kernels_of_a_compiler_have_the_bits_of_one_process(
+    model: str,
+) -> None:
+    text = "dp2 accum:2 compile exact; pp2 1f1b:4 zero3 compile exact"
+    assert not differences(model, text, FP32, BF16)
 
 
 def test_a_norm_in_the_order_of_arrival_is_named(

@@ -43,6 +43,9 @@ MORE = [
     ("qwen", "tp4 seq exact:4; tp2 recompute:selective seq exact:4"),
     ("gemma", "tp4 seq exact:4; tp2 accum:4 offload:weights exact:4"),
 ]
+# Hybrids of delta layers and attention with a gate at its output.
+DELTA = replace(SHAPES["delta"], vocab=40, batch=24)
+GATED = replace(SIZES["gqa"], output_gate=True)
 PARTS = 4  # of the list of layouts, a test each
 
 
@@ -59,6 +62,24 @@ def test_layouts_of_tp_have_the_bits_of_one_process(
     model: str, text: str, precision: str
 ) -> None:
     assert not differences(SIZES[model], text, precision)
+
+
+@pytest.mark.parametrize("text", ["dp2 zero3 exact", "tp2 seq exact:2"])
+def test_delta_layers_have_the_bits_of_one_process(text: str) -> None:
+    assert not differences(DELTA, text, FP32, steps=1)
+
+
+@pytest.mark.slow
+def test_more_layouts_of_delta_layers_have_the_bits_of_one_process() -> None:
+    text = "pp2 zb-h1:2 exact; dp2 accum:2 exact; tp4 seq exact:4; tp2 exact:4"
+    more = "dp2 tp2 seq zero3 exact:2"
+    assert not differences(DELTA, f"{text}; {more}", FP32, BF16)
+
+
+@pytest.mark.slow
+def test_a_gate_of_attention_has_the_bits_of_one_process() -> None:
+    text = "tp2 seq exact:4; dp2 pp2 1f1b:2 zero3 exact"
+    assert not differences(GATED, text, FP32, BF16)
 
 
 def test_a_frozen_block_has_the_bits_of_one_process() -> None:

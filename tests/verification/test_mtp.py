@@ -237,12 +237,23 @@ def test_a_step_logs_the_mean_loss_of_the_modules() -> None:
 
 
 def test_exact_has_the_bits_of_one_process_or_is_refused() -> None:
-    layouts = Layout.parse_many("dp2 pp2 zero2 1f1b:2 exact")
-    verdicts = verify_exact(SHAPE, layouts, precisions=("fp32",))
-    assert [v.first_difference for v in verdicts] == [""]
-    for text in ("tp2 exact:2", "cp2 exact:1x2"):
-        (why,) = legal(Layout.parse(text), SHAPE, batch=4)
-        assert "does not cover mtp yet" in why.what
+    shape = replace(SHAPE, vocab=40)
+    text = "dp2 pp2 zero2 1f1b:2 exact; tp2 seq exact:2"
+    layouts = Layout.parse_many(text)
+    verdicts = verify_exact(shape, layouts, precisions=("fp32",))
+    assert [v.first_difference for v in verdicts] == ["", ""]
+    (why,) = legal(Layout.parse("cp2 exact:1x2"), shape, batch=4)
+    assert "does not cover mtp yet" in why.what
+
+
+@pytest.mark.slow
+def test_more_layouts_of_tp_have_the_bits_of_one_process() -> None:
+    shape = replace(SHAPE, vocab=40)
+    text = (
+        "tp4 exact:4; pp2 tp2 seq zb-h1:2 exact:2; dp2 tp2 zero3 seq exact:4"
+    )
+    verdicts = verify_exact(shape, Layout.parse_many(text))
+    assert not [v.first_difference for v in verdicts if not v.passed]
 
 
 def test_a_row_ends_and_so_does_a_document() -> None:

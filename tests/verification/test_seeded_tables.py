@@ -28,16 +28,16 @@ for fault in FAULTS:
 REFUSALS = {
     "fp8 matmuls": "does not cover fp8",
     "float16 alone": "does not cover float16",
-    "delta layers": "sums after output_gate",
+    "delta layers with cp": "sums of states",
     "`experts:tp`": "does not cover experts:tp",
     "`experts:cp`": "does not cover experts:cp",
-    "multi-token prediction with tp or cp": "does not cover mtp",
+    "multi-token prediction with cp": "does not cover mtp",
     "a norm over features that tp shards (`qk_norm_wide`)": "qk_norm_wide",
     "a z-loss": "takes no z-loss",
 }
 NOT_REACHED = (
     "code that `exact` does not run (partial results of a ring, padding of a"
-    " vocabulary)"
+    " vocabulary, logits in chunks)"
 )
 
 

@@ -66,6 +66,7 @@ ELSEWHERE = {
     "training/totals.py _EXPONENTS": "bits of float32",
     "training/totals.py _LIMB": "bits of a sum",
     "training/totals.py _RUN": "sums without rounding: tests/verification/test_exact.py",
+    "training/totals.py _CHUNK": "sums without rounding: tests/verification/test_exact.py",
     "training/totals.py _LARGE_CHUNK": "on a GPU",
     "models/noise.py EMBEDDING": "a number beyond those of blocks",
     "parallel/exact.py ALIGNED": "elements between weights: tests/verification/test_exact.py",

@@ -101,9 +101,6 @@ def _violations(layout: Layout, shape: Shape) -> Iterator[Violation]:
         yield Violation(
             "ulysses", f"{what} (heads={heads}, tp={tp}).", way_out
         )
-    if layout.exact and shape.output_gate:
-        what = "exact does not fix the order of sums after output_gate."
-        yield Violation("exact", what, "Leave exact out.")
 
 
 ATTENTION = MixerRow(

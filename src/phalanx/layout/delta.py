@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .block_weight import BlockWeight
 from .codec import Mistake, key
+from .exact import EXACT, exact_word
 from .layout import Layout
 from .mixer_row import MixerRow
 from .violation import Violation, divisor_list
@@ -126,8 +127,24 @@ def _violations(layout: Layout, shape: Shape) -> Iterator[Violation]:
         what = "compile has not been compared in blocks with delta layers."
         yield Violation("compile", what, "Leave compile out.")
     if layout.exact:
-        what = "exact does not fix the order of sums in delta layers."
-        yield Violation("exact", what, "Leave exact out.")
+        yield from _other_sums(layout, shape)
+
+
+def _other_sums(layout: Layout, shape: Shape) -> Iterator[Violation]:
+    """Numbers of parts with which delta layers have no fixed order of sums."""
+    word = exact_word(layout)
+    if layout.time_parts > 1:
+        what = (
+            f"{word} does not fix the order of sums of states over a sequence."
+        )
+        yield Violation(
+            EXACT, what, "Use exact without parts of the sequence, and no cp."
+        )
+    elif shape.delta_key_heads % layout.exact:
+        what = (
+            f"{word} does not divide delta_key_heads={shape.delta_key_heads}."
+        )
+        yield Violation(EXACT, what, "Use fewer parts, or exact without tp.")
 
 
 def _shrunk(shape: Shape, head: int) -> Mapping[str, Any]:

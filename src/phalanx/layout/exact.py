@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .adapters import ADAPTERS
-from .choices import BF16, FP16, FP32
+from .choices import BF16, COMPILE, COMPILE_MAX, FP16, FP32
 from .experts_exact import unordered_senders
 
 if TYPE_CHECKING:
@@ -59,16 +59,38 @@ def uncovered(x: Layout) -> list[str]:
             " bit by bit"
         )
     if x.compile:
-        found.append(
-            "exact does not cover compile yet: a compiler may fuse the same piece"
-            " in two ways"
-        )
+        found += _other_kernels(x)
     if x.reduce == "micro":
         found.append(
             "exact does not cover reduce:micro: a rank adds its own microbatches"
             " before it exchanges sums. Use reduce:step"
         )
     return found
+
+
+def _other_kernels(x: Layout) -> list[str]:
+    """Explain why a compiled piece may have other kernels than on one process, or return []."""
+    if x.compile == COMPILE_MAX:
+        return [
+            f"exact does not cover compile:{COMPILE_MAX}: its tuning may choose other"
+            " kernels in each process. Use compile"
+        ]
+    if x.compile != COMPILE:
+        return [
+            f"exact does not cover compile:{x.compile} yet: its bits have not been compared."
+            " Use compile"
+        ]
+    if x.exact > 1 or x.time_parts > 1:
+        return [
+            f"{exact_word(x)} does not cover compile yet: compiled parts have not been"
+            " compared bit by bit. Use exact without parts, or leave compile out"
+        ]
+    if x.recompute != "none":
+        return [
+            f"exact does not cover compile with recompute:{x.recompute}: a graph that keeps"
+            " nothing may be fused in another way. Leave one of them out"
+        ]
+    return []
 
 
 def _unsplit_time(x: Layout) -> list[str]:
@@ -178,6 +200,7 @@ def uncut_time(x: Layout, s: Shape) -> tuple[str, str] | None:
         "the mlp": s.kind == "mlp",
         **_adapted(s),
         "sinks": s.sinks,
+        "output_gate": s.output_gate,
         **s.extra_losses,
         "dropout with seq": s.dropout and x.seq,
     }
@@ -197,7 +220,6 @@ def unequal_parts(x: Layout, s: Shape) -> list[tuple[str, str]]:
         "the mlp": s.kind == "mlp",
         "qk_norm_wide": s.qk_norm_wide,
         **_adapted(s),
-        **s.extra_losses,
     }
     for which, has_it in uncompared.items():
         if has_it:

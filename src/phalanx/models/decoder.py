@@ -42,6 +42,9 @@ head.norm.* : embed
 head.output.weight : vocab embed
 """
 
+# Pieces of a decoder that are no blocks.
+ENDS = Embed, Head, mtp.Join, mtp.PredictingHead
+
 
 def _block(sizes: DecoderSizes, piece: int) -> Block:
     # Blocks of multi-token prediction are like the last one before them.

@@ -28,7 +28,7 @@ from ..layout.exact import (
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, AdaptedLinear, Core
 from ..models.adapters import ADAPTERS
-from ..models.ends import Embed, Head
+from ..models.decoder import ENDS
 from ..models.loss import CrossEntropy
 from ..models.mixers import KINDS
 from ..models.mlps import BLOCKS, PARTS, WITH_LOSSES
@@ -120,7 +120,7 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
 
 def _without_parts(model: Model, layout: Layout) -> Iterator[str]:
     """Modules and sizes whose products have not been compared in parts."""
-    covered = Embed, *BLOCKS, *WITH_LOSSES, *PARTS, Head
+    covered = *ENDS, *BLOCKS, *WITH_LOSSES, *PARTS
     for name, piece in model.pieces:
         adapted = any(isinstance(m, AdaptedLinear) for m in piece.modules())
         kind = ADAPTER_NAMES if adapted else type(piece).__name__

@@ -374,7 +374,8 @@ class _Installer:
                     add = OverTime(plain, row, ["bias"], times, group)
                     run.biases.append((row, add))
         for name, child in self.piece.named_modules():
-            keys = list(child._parameters)
+            every = child._parameters.items()
+            keys = [key for key, x in every if x is not None]
             inside = any(name.startswith(owner + ".") for owner in owners)
             if keys and not inside and self._whole(name, child):
                 of = RouterOverTime if isinstance(child, Router) else OverTime

@@ -475,9 +475,7 @@ class Executor:
             n: u for n, u in self.local.units.items() if host[u.piece] == stage
         }
         self.norms = {
-            n: self.totals.squares(u)
-            for n, u in home.items()
-            if u.counts_norm
+            n: self.totals.squares(u) for n, u in home.items() if u.counts_norm
         }
         own = self.totals.own(self.norms.values(), self.own_losses)
         # Rides with the norm, so that stopping needs no message of its own.

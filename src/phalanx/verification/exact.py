@@ -204,6 +204,7 @@ def one_process(layout: Layout) -> Layout:
         schedule=ACCUM,
         microbatches=layout.data * layout.microbatches,
         precision=layout.precision,
+        compile=layout.compile,
         exact=layout.exact,
         time_parts=layout.time_parts,
     )

@@ -122,6 +122,8 @@ NARROW = {
     # sums over the parts of a product, and products of a part with a shared weight
     "parallel/parts.py:_SpreadWeight.backward": "_to_copy",
     "parallel/parts.py:_linear": "addmm mm",
+    # a whole linear layer, such as the join of multi-token prediction
+    "parallel/parts.py:OverTime.each": "mm",
     "parallel/parts.py:add_in_tree": "add",
     "parallel/pieces.py:_JointProduct.backward": "add_ sum",
     "parallel/pieces.py:_Product.backward": "sum",
