@@ -150,5 +150,5 @@ def test_each_case_of_attention_takes_its_kernel_and_is_right() -> None:
         "rows of one document": "cuDNN",
         "documents": "flash attention by lengths",
         "windows": "flash attention by lengths",
-        "soft caps": "flex attention",
+        "soft caps": "products in strips of rows",
     }

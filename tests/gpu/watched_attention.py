@@ -14,9 +14,8 @@ from phalanx.models import kernels
 from phalanx.models.kernels import all_gradients, attend_own
 
 ROWS, LENGTH, SIZE = 2, 24, 16
-LONG = (
-    torch.arange(1100).expand(ROWS, 1100) // 400
-)  # enough for flex attention
+# Flex attention takes no fewer rows, where it is switched on.
+LONG = torch.arange(1100).expand(ROWS, 1100) // 400
 WHOLE = torch.tensor([3, 7]).unsqueeze(1).expand(ROWS, LENGTH)
 CUT = torch.arange(LENGTH).expand(ROWS, LENGTH) // 9
 

@@ -169,8 +169,10 @@ def test_a_cpu_32_bits_and_a_variable_of_the_environment_take_the_strips(
 ) -> None:
     monkeypatch.setattr(flex, "compiles_kernels", lambda: True)
     gpu, half = torch.device("cuda", 0), torch.bfloat16
+    assert not flex.available(gpu, half)
+    monkeypatch.setenv("PHALANX_FLEX", "1")
     assert flex.available(gpu, half)
     assert not flex.available(gpu, torch.float32)
     assert not flex.available(CPU, half)
-    monkeypatch.setenv("PHALANX_NO_FLEX", "1")
+    monkeypatch.setenv("PHALANX_FLEX", "0")
     assert not flex.available(gpu, half)

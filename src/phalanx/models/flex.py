@@ -22,8 +22,8 @@ from .fused import compiles_kernels
 NAME = "flex attention"
 # Fewer rows take the strips: a text that is generated has one row at a time.
 FEWEST_ROWS = 1024
-# Set to 1: soft caps take the strips on a GPU too.
-OFF = "PHALANX_NO_FLEX"
+# Set to 1: soft caps take flex attention on a GPU. It has not run on one yet.
+ON = "PHALANX_FLEX"
 _BLOCK = 128  # rows and keys of a block, torch's own default
 # The kinds of calls in a process. Beyond this number torch would write all scores.
 _ENTRIES = 64
@@ -54,7 +54,7 @@ def _outside() -> Any:
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """True if flex attention can run on a device in a dtype."""
-    if os.environ.get(OFF, "0") != "0":
+    if os.environ.get(ON, "0") == "0":
         return False
     return device.type == "cuda" and dtype in _HALVES and compiles_kernels()
 

@@ -6,7 +6,7 @@ causal, so no work is spent on pairs from different documents. Where a window is
 than a document, a GPU uses its 16-bit kernel for variable lengths. Elsewhere the blocks
 are strips of rows with the keys that these rows see, and a mask of the size of a strip.
 
-A GPU computes soft caps by flex attention (`flex.py`).
+A GPU can compute soft caps by flex attention (`flex.py`).
 
 Documents are known on the host. Their number decides which kernels are launched, and
 reading it from a GPU would wait for the GPU.
