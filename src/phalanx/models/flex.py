@@ -262,7 +262,7 @@ def warn(device: torch.device, error: Exception) -> None:
     """Log that the strips stand in for flex attention on this device, and the reason."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     _LOG.warning(
-        "soft caps take matmuls in strips on %s, 30 times as long as flex attention: %s",
+        "soft caps take matmuls in strips on %s, in place of flex attention: %s",
         device,
         reason,
     )
