@@ -86,9 +86,11 @@ class AdapterRow:
         rank: int = getattr(shape, self.rank)
         return rank
 
-    def with_rank(self, shape: Shape, rank: int) -> Shape:
-        """The shape with adapters of this kind."""
-        sizes: dict[str, Any] = {self.rank: rank}
+    def with_rank(
+        self, shape: Shape, rank: int, targets: tuple[str, ...] = ()
+    ) -> Shape:
+        """The shape with adapters of this kind; without targets, in every linear."""
+        sizes: dict[str, Any] = {self.rank: rank, self.targets: targets}
         return replace(shape, **sizes)
 
     def targets_of(self, shape: Shape) -> tuple[str, ...]:

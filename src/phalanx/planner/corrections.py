@@ -323,6 +323,38 @@ def fuses_routed_mlps(
     return _keeps(work, software, of, -less * of.routed)
 
 
+def starts_each_routed_mlp(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
+    """Start a kernel for each routed MLP's matmul, and for the casts of its inputs.
+
+    Such an MLP has two linears, as gate and up are one. Its backward has two matmuls
+    for each. (TransformerEngine's `GroupedLinear`, pull requests 853 and 2360.)
+    """
+    if not software.profile.experts_one_by_one:
+        return work
+    mlps = of.shape.routed.count / software.cut.ep_ranks
+    linears = 2.0 * mlps
+    casts = _CASTS * linears if of.narrow else 0.0
+    cost = work.cost
+
+    def more(load: Load, starts: float) -> Load:
+        return replace(load, launches=load.launches + starts)
+
+    changed = replace(
+        cost,
+        forward=more(cost.forward, linears + casts),
+        recompute=more(cost.recompute, linears + casts),
+        input_gradient=more(cost.input_gradient, 2 * linears + casts),
+    )
+    return replace(work, cost=changed)
+
+
+# Kernels that cast a tensor to 8 bits: one that finds its scale or orders its scales, and
+# one that rounds.
+_CASTS = 2.0
+
+
 def weighs_results_early(
     work: PieceWork, software: Software, of: Tokens
 ) -> PieceWork:
@@ -491,10 +523,19 @@ BLOCK: Sequence[OfTokens] = (
     moves_norm_copies,
     keeps_narrow_inputs,
 )
-ROUTED: Sequence[OfTokens] = (fuses_routed_mlps, leaves_routed_alone)
+ROUTED: Sequence[OfTokens] = (
+    fuses_routed_mlps,
+    starts_each_routed_mlp,
+    leaves_routed_alone,
+)
 COMBINE: Sequence[OfTokens] = (weighs_results_early, leaves_routed_alone)
 # A block with experts in one piece.
-WHOLE: Sequence[OfTokens] = (*BLOCK, fuses_routed_mlps, weighs_results_early)
+WHOLE: Sequence[OfTokens] = (
+    *BLOCK,
+    fuses_routed_mlps,
+    starts_each_routed_mlp,
+    weighs_results_early,
+)
 HEAD: Sequence[OfTokens] = (makes_loss,)
 EVERY_PIECE: Sequence[OfPiece] = (
     gathers_columns_again,
