@@ -89,8 +89,10 @@ class AdapterRow:
     def with_rank(
         self, shape: Shape, rank: int, targets: tuple[str, ...] = ()
     ) -> Shape:
-        """The shape with adapters of this kind; without targets, in every linear."""
-        sizes: dict[str, Any] = {self.rank: rank, self.targets: targets}
+        """The shape with adapters of this kind; without targets, in those it names."""
+        sizes: dict[str, Any] = {self.rank: rank}
+        if targets:
+            sizes[self.targets] = targets
         return replace(shape, **sizes)
 
     def targets_of(self, shape: Shape) -> tuple[str, ...]:

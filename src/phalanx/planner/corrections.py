@@ -62,7 +62,7 @@ class Software(NamedTuple):
 class PieceWork:
     """The cost of one piece as some software runs it.
 
-    `gathered` are messages that travel beside the matmuls of the input's gradient.
+    `gathered` are messages that travel beside the matmuls of the backward.
     `repeats` is the share of the forward's matmuls that is recomputed in addition to
     `cost.recompute`.
     """
@@ -100,6 +100,27 @@ def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
         cost=replace(cost, recompute=recompute, kept=cost.kept - kept),
         gathered=tuple(columns),
     )
+
+
+def sums_beside_weight_gradient(
+    work: PieceWork, software: Software
+) -> PieceWork:
+    """Sum the gradients of inputs over tp beside the weight gradients' matmuls.
+
+    Megatron's `LinearWithGradAccumulationAndAsyncCommunication`: a sum starts before
+    the weight gradient, and ends after it.
+    """
+    if not software.profile.sums_beside:
+        return work
+    load = work.cost.input_gradient
+    sums = tuple(
+        m
+        for m in load.messages
+        if m.axis == "tp" and m.op in ("all_reduce", "reduce_scatter")
+    )
+    others = tuple(m for m in load.messages if m not in sums)
+    cost = replace(work.cost, input_gradient=replace(load, messages=others))
+    return replace(work, cost=cost, gathered=work.gathered + sums)
 
 
 def ends_recomputation_early(work: PieceWork, software: Software) -> PieceWork:
@@ -539,6 +560,7 @@ WHOLE: Sequence[OfTokens] = (
 HEAD: Sequence[OfTokens] = (makes_loss,)
 EVERY_PIECE: Sequence[OfPiece] = (
     gathers_columns_again,
+    sums_beside_weight_gradient,
     ends_recomputation_early,
     keeps_scores,
     repeats_products,

@@ -52,7 +52,9 @@ HOST_LINK = (
 # fixed time, in which a faster unit would have treated more keys.
 _RAMP = 512.0
 _RAMP_RATE = 189e12 / 108
-_MEASURED_KEYS = 16384  # of catalogued rates: the longest of the papers' figures
+# The longest sequence of the papers' figures: there, catalogued rates hold with a ramp
+# of 512 keys.
+_MEASURED_KEYS = 16384
 # A ring sends in chunks, and the first has to travel all the way round: bytes of it in
 # a long message, or a share of a short one, which NCCL cuts finer (three measured A100
 # servers, an H200).
@@ -173,7 +175,7 @@ class Roofline:
         power = _NARROW_3 if generation == "flash-3" else _NARROW
         narrow = min(1.0, (a.head_dim / 128) ** power)
         half = self._half_rate_keys(rate)
-        long = rate * (1 + half / _MEASURED_KEYS)
+        long = rate * (_MEASURED_KEYS + half) / (_MEASURED_KEYS + _RAMP)
         long *= _FORWARD_FASTER if a.products <= 2 else _BACKWARD
         short = half * (1.0 if a.causal else 0.5)
         return float(a.flops / (long * narrow * a.keys / (a.keys + short)))
@@ -181,7 +183,9 @@ class Roofline:
     def _half_rate_keys(self, rate: float) -> float:
         """The number of keys at which causal attention runs at half its rate."""
         chip = self.device.chip
-        return _RAMP * rate / chip.units / _RAMP_RATE if chip else _RAMP
+        faster = rate / chip.units / _RAMP_RATE if chip else 1.0
+        # A kernel that is slower on the same device does not start earlier.
+        return _RAMP * max(1.0, faster)
 
     def attention_measured(self, kernel: str) -> str:
         """The newest measured attention kernels up to those requested, or ""."""

@@ -161,6 +161,10 @@ class SoftwareProfile:
     overlaps_tensor: bool = key(
         False, "tensor-parallel messages overlap with their products"
     )
+    sums_beside: bool = key(
+        False,
+        "tp sums an input's gradient beside the weight gradient's matmul",
+    )
     overlaps_sends: bool = key(
         True, "sends between stages overlap with computing"
     )
@@ -200,6 +204,10 @@ class SoftwareProfile:
     )
     logs_first_rank: bool = key(
         False, "its log shows the memory of a pipeline's first rank"
+    )
+    logs_context: bool = key(
+        False,
+        "its log has the driver's context as well, as nvidia-smi's numbers have",
     )
     logs_gib: bool = key(False, "GB in its log are 2^30 bytes")
     context: float = key(
