@@ -15,7 +15,7 @@ from phalanx.planner.corrections import (
     PieceWork,
     Software,
     Tokens,
-    starts_each_expert,
+    starts_each_routed_mlp,
 )
 from phalanx.planner.hardware import SLOWED, Roofline, hardware_of
 from phalanx.planner.piece_price import (
@@ -183,7 +183,7 @@ def test_every_expert_has_kernels_of_its_own() -> None:
 
     def more(narrow: bool) -> tuple[float, float]:
         of = Tokens(shape, 2048.0, layout, sparse=True, narrow=narrow)
-        cost = starts_each_expert(plain, software, of).cost
+        cost = starts_each_routed_mlp(plain, software, of).cost
         return (
             cost.forward.launches - plain.cost.forward.launches,
             cost.input_gradient.launches - plain.cost.input_gradient.launches,
@@ -193,7 +193,7 @@ def test_every_expert_has_kernels_of_its_own() -> None:
     assert more(narrow=True) == (32 + 64, 64 + 64)
     none = Software(BARE, layout)
     of = Tokens(shape, 2048.0, layout, sparse=True)
-    assert starts_each_expert(plain, none, of) is plain
+    assert starts_each_routed_mlp(plain, none, of) is plain
 
 
 def test_sums_of_tp_beside_weight_gradients_are_hidden_by_matmuls() -> None:
@@ -481,12 +481,8 @@ def test_the_newest_attention_kernel_of_a_new_device_is_a_part_of_its_best_matmu
     None
 ):
     b200 = device("b200").reached_tflops["bf16"] * 1e12
-    assert _long_rate("b200", "flash-3") == pytest.approx(
-        0.6 * b200, rel=0.01
-    )
-    assert _long_rate("b200", "flash-2") < 0.4 * _long_rate(
-        "b200", "flash-3"
-    )
+    assert _long_rate("b200", "flash-3") == pytest.approx(0.6 * b200, rel=0.01)
+    assert _long_rate("b200", "flash-2") < 0.4 * _long_rate("b200", "flash-3")
     # Kernels of makers without mma.sync, and of slow devices, are that part in every generation.
     assert _long_rate("rtx-4090", "flash-2") == _long_rate(
         "rtx-4090", "flash-3"

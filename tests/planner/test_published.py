@@ -536,8 +536,20 @@ def test_a_row_of_nvidias_recipes_has_their_facts(tmp_path: Path) -> None:
     assert (usual.layout.seq, plain.layout.seq) == (True, False)
     assert adapted.shape.lora_targets == ("wq", "wk", "wv")
 
-    deep = {**EXPERTS, "model": "DeepSeek-V3", "framework": "NeMo", "global_batch": 512}
-    apart = {"gpus": 128, "dp": 32, "pp": 4, "ep": 32, "vpp": 4, "micro_batch": 1}
+    deep = {
+        **EXPERTS,
+        "model": "DeepSeek-V3",
+        "framework": "NeMo",
+        "global_batch": 512,
+    }
+    apart = {
+        "gpus": 128,
+        "dp": 32,
+        "pp": 4,
+        "ep": 32,
+        "vpp": 4,
+        "micro_batch": 1,
+    }
     inside = {**apart, "ep": 8}
     rows = [{**deep, **each} for each in (apart, inside, {**apart, "vpp": ""})]
     cases = [row.case for row in read_table(table(tmp_path / "u.csv", rows))]
