@@ -371,7 +371,7 @@ def starts_each_routed_mlp(
     return replace(work, cost=changed)
 
 
-# Kernels that cast a tensor to 8 bits: one that finds its scale or orders its scales, and
+# Assumed: kernels that cast a tensor to 8 bits, one that finds its scale or orders its scales, and
 # one that rounds.
 _CASTS = 2.0
 
