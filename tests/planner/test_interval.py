@@ -139,6 +139,7 @@ def test_every_cause_has_a_width_and_every_device_of_the_list_is_catalogued() ->
         "phalanx",
         "llama-3",
         "deepseek",
+        "deepspeed",
         "internlm",
         *(
             f"phalanx-{row.name}"

@@ -11,6 +11,12 @@ from by_hand import piece_kinds, pieces
 from phalanx.layout import ByKind, Layout, Shape
 from phalanx.planner import MachineError, cluster, device
 from phalanx.planner.case import Case
+from phalanx.planner.corrections import (
+    PieceWork,
+    Software,
+    Tokens,
+    starts_each_routed_mlp,
+)
 from phalanx.planner.hardware import SLOWED, Roofline, hardware_of
 from phalanx.planner.piece_price import (
     MessageSeconds,
@@ -20,7 +26,7 @@ from phalanx.planner.piece_price import (
     piece_parts,
     together,
 )
-from phalanx.planner.price import Priced, Units
+from phalanx.planner.price import Priced, Units, exchange_seconds
 from phalanx.planner.profile import (
     SoftwareProfile,
     profile,
@@ -130,6 +136,85 @@ def test_a_group_across_servers_drives_a_port_for_each_of_its_members() -> (
     packed = group.seconds("all_reduce", 1e9, 64, 1)
     spread = group.seconds("all_reduce", 1e9, 8, 8)
     assert packed < spread / 4
+
+
+def test_tokens_for_another_server_leave_by_the_port_of_their_own_rank() -> (
+    None
+):
+    whole = cluster("h100x64")
+    network = hardware_of(whole).network
+    link = whole.levels[1]
+    port = link.bandwidth * link.reached
+    for servers, ranks, apart in ((2, 16, 1), (8, 64, 1), (8, 8, 8)):
+        seconds = network.seconds("all_to_all", 1e9, ranks, apart)
+        leaves = 1e9 * (servers - 1) / servers
+        assert seconds == pytest.approx(leaves / port, rel=0.01)
+    inside = network.seconds("all_to_all", 1e9, 8, 1)
+    near = whole.levels[0].bandwidth * whole.levels[0].reached
+    assert inside == pytest.approx(1e9 * 7 / 8 / near, rel=0.05)
+
+
+def test_a_token_that_travels_once_to_a_server_takes_the_port_less_time() -> (
+    None
+):
+    """Eight experts on four servers are on 4 (1 - (3/4)^8) = 3.6 of them in the mean."""
+    layout = Layout.parse("ep32 bf16")
+    shape = replace(SHAPE, experts=256, top_k=8, expert_ffn=512)
+    hardware = hardware_of(cluster("h100x32"))
+    often, once = (
+        exchange_seconds(layout, shape, hardware, profile, 1e9)[1]
+        for profile in (BARE, replace(BARE, sends_once=True))
+    )
+    assert once / often == pytest.approx(4 * (1 - 0.75**8) / 8, rel=0.01)
+    # In one server a token travels to each of its experts either way.
+    near = replace(BARE, sends_once=True)
+    eight = Layout.parse("ep8 bf16"), shape, hardware_of(cluster("h100x8"))
+    assert exchange_seconds(*eight, near, 1e9) == exchange_seconds(
+        *eight, BARE, 1e9
+    )
+
+
+def test_every_expert_has_kernels_of_its_own() -> None:
+    """16 experts on a rank, each with two linears, each cast by two kernels."""
+    layout = Layout.parse("ep8 bf16")
+    shape = replace(SHAPE, experts=128, top_k=8, expert_ffn=512)
+    software = Software(replace(BARE, experts_one_by_one=True), layout)
+    plain = PieceWork(pieces(SHAPE, layout, SHAPE.sequence, 1.0)[1])
+
+    def more(narrow: bool) -> tuple[float, float]:
+        of = Tokens(shape, 2048.0, layout, sparse=True, narrow=narrow)
+        cost = starts_each_routed_mlp(plain, software, of).cost
+        return (
+            cost.forward.launches - plain.cost.forward.launches,
+            cost.input_gradient.launches - plain.cost.input_gradient.launches,
+        )
+
+    assert more(narrow=False) == (32, 64)
+    assert more(narrow=True) == (32 + 64, 64 + 64)
+    none = Software(BARE, layout)
+    of = Tokens(shape, 2048.0, layout, sparse=True)
+    assert starts_each_routed_mlp(plain, none, of) is plain
+
+
+def test_sums_of_tp_beside_weight_gradients_are_hidden_by_matmuls() -> None:
+    plain, beside = (
+        _priced("tp8", what=each).times[1]
+        for each in (BARE, replace(BARE, sums_beside=True))
+    )
+    cost = pieces(SHAPE, Layout.parse("tp8"), SHAPE.sequence, 1.0)[1]
+    eight = hardware_of(cluster("h100x8"))
+    sums = [m for m in cost.input_gradient.messages if m.op == "all_reduce"]
+    assert len(sums) == 2
+    sent = sum(eight.network.seconds(m.op, m.bytes, 8, 1) for m in sums)
+    products = sum(
+        eight.rates.product(p, "fp32") for p in cost.input_gradient.products
+    )
+    assert plain.input_gradient.messages == pytest.approx(sent)
+    assert beside.input_gradient.messages == pytest.approx(
+        max(sent - products, SLOWED * sent)
+    )
+    # The sums of the forward have no such matmul.
+    assert beside.forward == plain.forward
 
 
 @pytest.mark.parametrize(
@@ -338,10 +423,45 @@ def test_narrow_heads_cost_attention_less_before_its_third_generation() -> (
     assert slower("flash-3") > 1.2
 
 
-def _attention_rate(name: str, kernel: str) -> float:
-    """FLOP/s of long causal attention with heads of 128 on a device of the catalogue."""
-    load = AttentionLoad(1, 16, 16, 1 << 20, 1 << 20, 128, 1, 2)
-    return load.flops / Roofline(device(name)).attention(load, "bf16", kernel)
+def _attention_rate(
+    name: str, kernel: str, keys: int = 16384, products: int = 7
+) -> float:
+    """FLOP/s of causal attention with heads of 128 on a device of the catalogue.
+
+    Both directions together have 7 products, the forward has 2 of them.
+    """
+    rates = Roofline(device(name))
+    parts = (2, 5) if products == 7 else (products,)
+    loads = [AttentionLoad(1, 16, 16, keys, keys, 128, 1, n) for n in parts]
+    seconds = sum(rates.attention(load, "bf16", kernel) for load in loads)
+    return sum(load.flops for load in loads) / seconds
+
+
+def _long_rate(name: str, kernel: str) -> float:
+    """The rate at 16,384 keys, of which a ramp of 512 keys takes 3 %."""
+    return _attention_rate(name, kernel) * (1 + 512 / 16384)
+
+
+def test_attention_on_an_h100_takes_what_was_measured_there() -> None:
+    # cuDNN at 4,096 keys (benchmarks/README.md): TFLOP/s forward and backward.
+    for products, measured in ((2, 535e12), (5, 428e12)):
+        rate = _attention_rate("h100-sxm", "flash-3", 4096, products)
+        assert rate == pytest.approx(measured, rel=0.04)
+    both = _attention_rate("h100-sxm", "flash-3")
+    # Shah et al. 2024, figures 5 and 6.
+    assert both == pytest.approx(540e12, rel=0.03)
+
+
+def test_a_faster_device_needs_longer_sequences_for_its_rate() -> None:
+    """A tile starts and ends in a fixed time: a device gains less with few keys."""
+
+    def short(name: str) -> float:
+        few, many = (
+            _attention_rate(name, "flash-3", keys) for keys in (2048, 1 << 18)
+        )
+        return few / many
+
+    assert short("a100-80") > 1.1 * short("h100-sxm") > 1.2 * short("b200")
 
 
 @pytest.mark.parametrize("name", ["b200", "gb200", "h100-nvl", "h100-pcie"])
@@ -353,7 +473,7 @@ def test_attention_with_older_instructions_gains_by_units_and_clock_alone(
     assert chip is not None
     for kernel, rate in (("flash-1", 200e12), ("flash-2", 335e12)):
         most = rate / (132 * 1.83) * chip.units * chip.matrix_clock_ghz
-        assert _attention_rate(name, kernel) <= 1.01 * most
+        assert _long_rate(name, kernel) <= 1.01 * most
     assert device(name).attention_tflops == {}
 
 
@@ -361,14 +481,10 @@ def test_the_newest_attention_kernel_of_a_new_device_is_a_part_of_its_best_matmu
     None
 ):
     b200 = device("b200").reached_tflops["bf16"] * 1e12
-    assert _attention_rate("b200", "flash-3") == pytest.approx(
-        0.6 * b200, rel=0.01
-    )
-    assert _attention_rate("b200", "flash-2") < 0.4 * _attention_rate(
-        "b200", "flash-3"
-    )
+    assert _long_rate("b200", "flash-3") == pytest.approx(0.6 * b200, rel=0.01)
+    assert _long_rate("b200", "flash-2") < 0.4 * _long_rate("b200", "flash-3")
     # Kernels of makers without mma.sync, and of slow devices, are that part in every generation.
-    assert _attention_rate("rtx-4090", "flash-2") == _attention_rate(
+    assert _long_rate("rtx-4090", "flash-2") == _long_rate(
         "rtx-4090", "flash-3"
     )
 

@@ -233,6 +233,9 @@ def test_memory_is_compared_as_the_software_tells_it(tmp_path: Path) -> None:
     found = runs[0].choice(first)
     own = logged(found, first)
     assert own < 0.9 * found.bytes
+    # torch's statistics have no context, nvidia-smi's numbers have.
+    smi = logged(found, replace(first, logs_context=True))
+    assert smi - own == first.context > 0
     told = table(tmp_path / "u.csv", [{**pipeline, "peak_mem_gb": own / 1e9}])
     assert _score(told, first)["memory_error"] == pytest.approx(0, abs=1e-9)
     assert _score(told, plain)["memory_error"] > 0.1
@@ -519,6 +522,42 @@ def test_a_row_of_lora_trains_its_adapters_alone(tmp_path: Path) -> None:
     # Of three matmuls for each weight, one is its gradient.
     assert 0.6 < adapted.step / full.step < 0.85
     assert adapted.memory["optimizer"] < 0.05 * full.memory["optimizer"]
+
+
+def test_a_row_of_nvidias_recipes_has_their_facts(tmp_path: Path) -> None:
+    """`seq` beside tp, LoRA on query, key and value, and tokens that travel beside computing
+    where experts leave a server and stages have several chunks."""
+    split = {"sp": ""}
+    lora = {"notes": "LoRA finetuning", "step_time_s": 20}
+    said = [split, {**split, "sp": 0}, lora]
+    rows = [{**GOOD, **each, "framework": "NeMo"} for each in said]
+    found = [row.case for row in read_table(table(tmp_path / "t.csv", rows))]
+    usual, plain, adapted = (case for case in found if case is not None)
+    assert (usual.layout.seq, plain.layout.seq) == (True, False)
+    assert adapted.shape.lora_targets == ("wq", "wk", "wv")
+
+    deep = {
+        **EXPERTS,
+        "model": "DeepSeek-V3",
+        "framework": "NeMo",
+        "global_batch": 512,
+    }
+    apart = {
+        "gpus": 128,
+        "dp": 32,
+        "pp": 4,
+        "ep": 32,
+        "vpp": 4,
+        "micro_batch": 1,
+    }
+    inside = {**apart, "ep": 8}
+    rows = [{**deep, **each} for each in (apart, inside, {**apart, "vpp": ""})]
+    cases = [row.case for row in read_table(table(tmp_path / "u.csv", rows))]
+    assert [case and case.layout.overlap for case in cases] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_row_without_zero_has_that_of_its_software(tmp_path: Path) -> None:
@@ -935,13 +974,17 @@ def test_a_rate_that_counts_causal_attention_is_a_shorter_step(
 def test_kernels_that_a_framework_names_are_those_of_its_profile() -> None:
     named = {
         "Own / flash_attention2": ("default", "flash-2"), "Own (flash-attn v1)": ("default", "flash-1"),
-        "DeepSpeed 0.19 + FA3/FA4": ("deepspeed-zero3", "flash-3"), "Own, cuDNN": ("default", "flash-3"),
-        "DeepSpeed": ("deepspeed-zero3", "scores"), "Megatron-Core": ("megatron-core", "flash-3"),
+        "DeepSpeed 0.19 + FA3/FA4": ("deepspeed", "flash-3"), "Own, cuDNN": ("default", "flash-3"),
+        "DeepSpeed": ("deepspeed", "flash-2"), "DeepSpeed ZeRO-3": ("deepspeed-zero3", "scores"),
+        "Megatron-Core": ("megatron-core", "flash-3"),
     }  # fmt: skip
     found = {each: profile_named(each) for each in named}
     assert {each: (x.name, x.attention) for each, x in found.items()} == named
     assert profile_named("Own + Liger").fused
     assert not profile_named("Own").fused
+    # Liger's loss never has all logits.
+    losses = [profile_named(each).loss for each in ("Own + Liger", "Own")]
+    assert losses == ["chunks", "wide"]
 
 
 def test_a_byte_order_mark_and_columns_in_capitals_are_read(

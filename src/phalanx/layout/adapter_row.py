@@ -86,9 +86,13 @@ class AdapterRow:
         rank: int = getattr(shape, self.rank)
         return rank
 
-    def with_rank(self, shape: Shape, rank: int) -> Shape:
-        """The shape with adapters of this kind."""
+    def with_rank(
+        self, shape: Shape, rank: int, targets: tuple[str, ...] = ()
+    ) -> Shape:
+        """The shape with adapters of this kind; without targets, in those it names."""
         sizes: dict[str, Any] = {self.rank: rank}
+        if targets:
+            sizes[self.targets] = targets
         return replace(shape, **sizes)
 
     def targets_of(self, shape: Shape) -> tuple[str, ...]:

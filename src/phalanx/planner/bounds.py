@@ -269,7 +269,7 @@ def exchanges(
     if not edge or layout.ep_ranks == 1:
         return Exchanges()
     routes, exchanged = exchange_seconds(
-        layout, request.shape.routed.count, request.hardware, edge
+        layout, request.shape, request.hardware, request.profile, edge
     )
     # Where pieces are frozen, some gradients need not be sent.
     back = 0.0 if request.shape.frozen else max(0.0, 2 * exchanged - beside)

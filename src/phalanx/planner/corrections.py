@@ -62,7 +62,7 @@ class Software(NamedTuple):
 class PieceWork:
     """The cost of one piece as some software runs it.
 
-    `gathered` are messages that travel beside the matmuls of the input's gradient.
+    `gathered` are messages that travel beside the matmuls of the backward.
     `repeats` is the share of the forward's matmuls that is recomputed in addition to
     `cost.recompute`.
     """
@@ -100,6 +100,27 @@ def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
         cost=replace(cost, recompute=recompute, kept=cost.kept - kept),
         gathered=tuple(columns),
     )
+
+
+def sums_beside_weight_gradient(
+    work: PieceWork, software: Software
+) -> PieceWork:
+    """Sum the gradients of inputs over tp beside the weight gradients' matmuls.
+
+    Megatron's `LinearWithGradAccumulationAndAsyncCommunication`: a sum starts before
+    the weight gradient, and ends after it.
+    """
+    if not software.profile.sums_beside:
+        return work
+    load = work.cost.input_gradient
+    sums = tuple(
+        m
+        for m in load.messages
+        if m.axis == "tp" and m.op in ("all_reduce", "reduce_scatter")
+    )
+    others = tuple(m for m in load.messages if m not in sums)
+    cost = replace(work.cost, input_gradient=replace(load, messages=others))
+    return replace(work, cost=cost, gathered=work.gathered + sums)
 
 
 def ends_recomputation_early(work: PieceWork, software: Software) -> PieceWork:
@@ -323,6 +344,38 @@ def fuses_routed_mlps(
     return _keeps(work, software, of, -less * of.routed)
 
 
+def starts_each_routed_mlp(
+    work: PieceWork, software: Software, of: Tokens
+) -> PieceWork:
+    """Start a kernel for each routed MLP's matmul, and for the casts of its inputs.
+
+    Such an MLP has two linears, as gate and up are one. Its backward has two matmuls
+    for each. (TransformerEngine's `GroupedLinear`, pull requests 853 and 2360.)
+    """
+    if not software.profile.experts_one_by_one:
+        return work
+    mlps = of.shape.routed.count / software.cut.ep_ranks
+    linears = 2.0 * mlps
+    casts = _CASTS * linears if of.narrow else 0.0
+    cost = work.cost
+
+    def more(load: Load, starts: float) -> Load:
+        return replace(load, launches=load.launches + starts)
+
+    changed = replace(
+        cost,
+        forward=more(cost.forward, linears + casts),
+        recompute=more(cost.recompute, linears + casts),
+        input_gradient=more(cost.input_gradient, 2 * linears + casts),
+    )
+    return replace(work, cost=changed)
+
+
+# Assumed: kernels that cast a tensor to 8 bits, one that finds its scale or orders its scales, and
+# one that rounds.
+_CASTS = 2.0
+
+
 def weighs_results_early(
     work: PieceWork, software: Software, of: Tokens
 ) -> PieceWork:
@@ -491,13 +544,23 @@ BLOCK: Sequence[OfTokens] = (
     moves_norm_copies,
     keeps_narrow_inputs,
 )
-ROUTED: Sequence[OfTokens] = (fuses_routed_mlps, leaves_routed_alone)
+ROUTED: Sequence[OfTokens] = (
+    fuses_routed_mlps,
+    starts_each_routed_mlp,
+    leaves_routed_alone,
+)
 COMBINE: Sequence[OfTokens] = (weighs_results_early, leaves_routed_alone)
 # A block with experts in one piece.
-WHOLE: Sequence[OfTokens] = (*BLOCK, fuses_routed_mlps, weighs_results_early)
+WHOLE: Sequence[OfTokens] = (
+    *BLOCK,
+    fuses_routed_mlps,
+    starts_each_routed_mlp,
+    weighs_results_early,
+)
 HEAD: Sequence[OfTokens] = (makes_loss,)
 EVERY_PIECE: Sequence[OfPiece] = (
     gathers_columns_again,
+    sums_beside_weight_gradient,
     ends_recomputation_early,
     keeps_scores,
     repeats_products,

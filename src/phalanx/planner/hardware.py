@@ -47,13 +47,23 @@ _TO_HOST = ("pcie", "nvlink-c2c")
 HOST_LINK = (
     25e9  # bytes per second to a host, if the catalogue names no link to it
 )
-# The number of keys at which causal attention runs at half its rate (Dao 2023, figures
-# 4 and 7).
+# The number of keys at which causal attention runs at half its rate, on an A100 whose
+# 108 units reach 189 TFLOP/s (Dao 2023, figures 4 and 7). A tile starts and ends in a
+# fixed time, in which a faster unit would have treated more keys.
 _RAMP = 512.0
+_RAMP_RATE = 189e12 / 108
+# The longest sequence of the papers' figures: there, catalogued rates hold with a ramp
+# of 512 keys.
+_MEASURED_KEYS = 16384
 # A ring sends in chunks, and the first has to travel all the way round: bytes of it in
 # a long message, or a share of a short one, which NCCL cuts finer (three measured A100
 # servers, an H200).
 _FILL, _FILLED = 8e6, 0.25
+# The forward of fused attention reaches more than its backward. On an H100, cuDNN
+# reached 535 and 428 TFLOP/s, FlashAttention-2 309 and 251 (benchmarks/README.md).
+# Catalogued rates are those of both together, 2 and 5 matmuls: factors on them.
+_FORWARD_FASTER = 1.18
+_BACKWARD = 5 / (7 - 2 / _FORWARD_FASTER)
 # Slowdown of attention with narrow heads, as a power of their size relative to 128:
 # heads of 64 reach 171 TFLOP/s where 128 reach 189 (Dao 2023, figure 4, A100);
 # generation 3 loses more (Shah et al. 2024).
@@ -164,8 +174,18 @@ class Roofline:
         # Rates are those of heads of 128; narrower heads are slower.
         power = _NARROW_3 if generation == "flash-3" else _NARROW
         narrow = min(1.0, (a.head_dim / 128) ** power)
-        short = _RAMP * (1.0 if a.causal else 0.5)
-        return float(a.flops / (rate * narrow * a.keys / (a.keys + short)))
+        half = self._half_rate_keys(rate)
+        long = rate * (_MEASURED_KEYS + half) / (_MEASURED_KEYS + _RAMP)
+        long *= _FORWARD_FASTER if a.products <= 2 else _BACKWARD
+        short = half * (1.0 if a.causal else 0.5)
+        return float(a.flops / (long * narrow * a.keys / (a.keys + short)))
+
+    def _half_rate_keys(self, rate: float) -> float:
+        """The number of keys at which causal attention runs at half its rate."""
+        chip = self.device.chip
+        faster = rate / chip.units / _RAMP_RATE if chip else 1.0
+        # A kernel that is slower on the same device does not start earlier.
+        return _RAMP * max(1.0, faster)
 
     def attention_measured(self, kernel: str) -> str:
         """The newest measured attention kernels up to those requested, or ""."""
@@ -223,6 +243,8 @@ class Network:
             return self.start + hop.latency + size / hop.rate
         if ranks <= 1:
             return 0.0
+        if op == "all_to_all":
+            return self._all_to_all(size, ranks, apart)
         passes = 1.0 if op in ("broadcast", "reduce") else FACTORS[op](ranks)
         bandwidth, delay = self._path(op, ranks, apart)
         return (
@@ -230,6 +252,26 @@ class Network:
             + delay
             + passes * (size + min(_FILL, _FILLED * size)) / bandwidth
         )
+
+    def _all_to_all(self, size: float, ranks: float, apart: float) -> float:
+        """Seconds in which every rank sends each other rank its part of `size`.
+
+        Unlike the bytes of a ring, those of another server are one rank's own: they
+        leave by its own port, beside those that stay inside.
+        """
+        _, delay = self._path("all_to_all", ranks, apart)
+        members, slowest = 1.0, 0.0
+        for hop in self.hops:
+            inside = min(max(math.floor(hop.inside / apart), 1.0), ranks)
+            units = inside / members
+            if units > 1.0:
+                # All that leaves a server passes every level outside of it.
+                reached = ranks if hop is not self.hops[0] else inside
+                share = (reached - members) / ranks
+                rate = hop.rate * _left(hop.faded, units)
+                slowest = max(slowest, share * size / rate)
+            members = inside
+        return self.start + delay + slowest
 
     def _path(self, op: str, n: float, apart: float) -> tuple[float, float]:
         """The narrowest level's bandwidth, and the total latency of the steps."""

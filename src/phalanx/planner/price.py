@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..layout import (
     Layout,
     PieceRow,
+    Shape,
     StagedPieces,
     stage_pieces,
     staged_pieces,
@@ -78,7 +79,11 @@ def nearest(layout: Layout, *, routed: bool = False) -> int:
 
 
 def exchange_seconds(
-    layout: Layout, mlps: int, hardware: Hardware, edge: float
+    layout: Layout,
+    shape: Shape,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    edge: float,
 ) -> tuple[float, float]:
     """Seconds to exchange token counts, and to exchange `edge` bytes of tokens."""
     # The distance along the nearest of those axes.
@@ -90,11 +95,23 @@ def exchange_seconds(
         ),
         default=1,
     )
+    seconds, ranks = hardware.network.seconds, layout.ep_ranks
+    routed = shape.routed
     # The first message has one count for each routed MLP.
-    routes, exchanged = (
-        hardware.network.seconds("all_to_all", sent, layout.ep_ranks, near)
-        for sent in (_NUMBER * mlps, edge)
-    )
+    routes = seconds("all_to_all", _NUMBER * routed.count, ranks, near)
+    servers = ranks * near / hardware.node
+    if profile.sends_once and servers > 1:
+        # One copy of a token for each server with some of its MLPs, and from
+        # there, inside, one for each of them.
+        copies = servers * (1 - (1 - 1 / servers) ** routed.chosen)
+        sent = edge * copies / routed.chosen
+        inside = ranks / servers
+        exchanged = max(
+            seconds("all_to_all", sent, ranks, near),
+            seconds("all_to_all", edge, inside, near),
+        )
+    else:
+        exchanged = seconds("all_to_all", edge, ranks, near)
     return routes / hardware.crowding, exchanged / hardware.crowding
 
 
@@ -370,7 +387,7 @@ class Priced:
             # than its own.
             edge = self.pieces[n].times.cost.edge
             routes, exchanged = exchange_seconds(
-                x, shape.routed.count, hardware, edge
+                x, shape, hardware, profile, edge
             )
             pieces[ops.COUNT_ROUTES, n] = routes
             # Dispatch to the routed MLPs, and combination in the piece after them.

@@ -109,6 +109,13 @@ class SoftwareProfile:
         0.0, "share of the step that is added if memory is nearly full"
     )
     recompute: str = key("none", "recomputation if a table does not name one")
+    divides_sequence: bool = key(
+        False, "with tp, `seq` as well, if a table does not say"
+    )
+    overlaps_exchange: bool = key(
+        False,
+        "computes beside the exchange of tokens between servers, if interleaved",
+    )
     zero: int = key(0, "ZeRO stage if a table does not name one", maximum=3)
     fused: bool = key(
         False,
@@ -129,6 +136,17 @@ class SoftwareProfile:
         False,
         "gates multiply the inputs of experts' last products: combining keeps nothing",
     )
+    experts_one_by_one: bool = key(
+        False,
+        "a matmul of experts is a kernel for each of them, and so are its casts",
+    )
+    sends_once: bool = key(
+        False,
+        "a token travels once to a server with several of its experts",
+    )
+    adapted: tuple[str, ...] = key(
+        (), "linears with adapters if a table does not name them; empty: all"
+    )
     narrow_inputs: bool = key(
         False,
         "8-bit matmuls keep their inputs in 8 bits until the backward",
@@ -142,6 +160,10 @@ class SoftwareProfile:
     )
     overlaps_tensor: bool = key(
         False, "tensor-parallel messages overlap with their products"
+    )
+    sums_beside: bool = key(
+        False,
+        "tp sums an input's gradient beside the weight gradient's matmul",
     )
     overlaps_sends: bool = key(
         True, "sends between stages overlap with computing"
@@ -182,6 +204,10 @@ class SoftwareProfile:
     )
     logs_first_rank: bool = key(
         False, "its log shows the memory of a pipeline's first rank"
+    )
+    logs_context: bool = key(
+        False,
+        "its log has the driver's context as well, as nvidia-smi's numbers have",
     )
     logs_gib: bool = key(False, "GB in its log are 2^30 bytes")
     context: float = key(
@@ -305,6 +331,8 @@ _NAMED_KERNELS = (
     (SCORES, r"/ *fused(?: softmax)?$"),
     (EAGER, r"/ *(?:torch|eager|naive)$"),
 )
+# Liger's loss makes the logits by chunks (`LigerFusedLinearCrossEntropyLoss`).
+_NAMED_CHUNKS = r"liger"
 _NAMED_FUSED = r"liger|\brms(?:norm)?[-_ ]kernel|transformer[-_ ]?engine"
 
 
@@ -318,10 +346,12 @@ def profile_named(framework: str) -> SoftwareProfile:
     )
     fused = re.search(_NAMED_FUSED, framework, re.IGNORECASE) is not None
     # Kernels in the text take precedence over those that the profile assumes.
+    chunks = re.search(_NAMED_CHUNKS, framework, re.IGNORECASE) is not None
     return replace(
         found,
         attention=next(kernels, found.attention),
         fused=found.fused or fused,
+        loss="chunks" if chunks else found.loss,
     )
 
 

@@ -42,10 +42,14 @@ class PublishedRun(CostedRun):
 
 
 def logged(choice: Choice, profile: SoftwareProfile) -> float:
-    """Bytes of the rank whose memory the profile's software logs."""
+    """Bytes of the rank whose memory the profile's software logs.
+
+    torch's own statistics lack the driver's context.
+    """
+    found = choice.bytes
     if profile.logs_first_rank and choice.stages:
-        return sum(choice.stages[0].values())
-    return choice.bytes
+        found = sum(choice.stages[0].values())
+    return found if profile.logs_context else found - profile.context
 
 
 def at_line(row: PublishedRow, error: Exception) -> str:

@@ -369,7 +369,7 @@ def device_of_row(hardware: str) -> Device:
 
 def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     """The row as a case; its profile provides what the row does not state."""
-    shape = _shape(fields)
+    shape = _shape(fields, profile)
     n = {key: _count(fields, key) for key in ("gpus", "tp", "pp", "cp", "vpp")}
     if not fields.get("tp") and not fields.get("pp") and not fields.get("dp"):
         raise MachineError("the row does not give its layout")
@@ -437,9 +437,18 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         "tp": (n["tp"],),
     }
     mesh = Mesh(tuple(Axis(*each) for each in parts.items()))
+    divided = profile.divides_sequence
+    if fields.get("sp"):
+        divided = bool(_meaning(fields, "sp", "flag"))
+    # Experts on several servers: with `overlap`, two microbatches take turns.
+    server = _count(fields, "gpus_per_node", 8)
+    pod = device_of_row(fields["hardware"]).pod
+    several_servers = ep * n["tp"] > max(server, pod)
+    beside = profile.overlaps_exchange and several_servers and chunks > 1
     layout = Layout(
         mesh=mesh,
-        seq=bool(_meaning(fields, "sp", "flag")) and n["tp"] > 1,
+        seq=divided and n["tp"] > 1,
+        overlap=beside and count > 1,
         zero=zero,
         schedule=schedule,
         chunks=chunks,
@@ -526,7 +535,7 @@ def _empty(case: Case, profile: SoftwareProfile) -> bool:
     return pp > shape.layers or head > 2 * (shape.layers + head) / pp
 
 
-def _shape(fields: Mapping[str, str]) -> Shape:
+def _shape(fields: Mapping[str, str], profile: SoftwareProfile) -> Shape:
     """The model of a row, with its adapters if it trains any."""
     whole = _whole_shape(fields)
     titles = " ".join(fields.get(column, "") for column in _TITLES)
@@ -536,7 +545,7 @@ def _shape(fields: Mapping[str, str]) -> Shape:
         if not rank and _trains_adapters(row, titles):
             rank = row.usual_rank
         if rank:
-            return row.with_rank(whole, rank)
+            return row.with_rank(whole, rank, profile.adapted)
     return whole
 
 
