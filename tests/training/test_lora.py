@@ -186,7 +186,12 @@ def test_four_steps_in_every_layout_are_those_of_peft(
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("phi3", ["wq", "wv", "up", "wo"]), ("gpt2", ["wk", "up", "down", "wo"])],
+    [
+        ("phi3", ["wq", "wv", "up", "wo"]),
+        ("gpt2", ["wk", "up", "down", "wo"]),
+        # `out` is in delta layers, and the others are in attention.
+        ("qwen3_next", ["out", "wv", "wo"]),
+    ],
 )
 def test_an_adapter_of_packed_linears_gives_the_merged_logits(
     name: str, targets: list[str], tmp_path: Path, corpus: Path
@@ -207,16 +212,32 @@ def test_an_adapter_of_packed_linears_gives_the_merged_logits(
     )
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64
+            folder, dtype=torch.float64, experts_implementation="eager"
         )
         before = base(tokens).logits
         tuned = with_adapter(base, tmp_path / "adapter")
         merged = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "merged", dtype=torch.float64
+            tmp_path / "merged",
+            dtype=torch.float64,
+            experts_implementation="eager",
         )
         first, second = tuned(tokens).logits, merged(tokens).logits
     assert (first - second).abs().max() < 2e-6 * first.abs().max()
     assert (first - before).abs().max() > 1e-3, "the adapter does something"
+
+
+def test_adapters_of_linears_that_are_packed_by_heads_are_refused_for_peft(
+    tmp_path: Path, corpus: Path
+) -> None:
+    folder = saved(theirs("qwen3_next"), tmp_path / "hub")
+    targets = 'lora.targets=["in_q","out"]'
+    more = (targets, f"out={tmp_path}/run", "steps=1")
+    run = Run.parse("", "run", words(folder, corpus, "layout=dp1", *more))
+    launch(train, 1, run, "dp1", True, backend="threads")
+    path = run.checkpoints / "step-00000001"
+    said = "linear_attn.in_proj_qkvz.weight pack rows of several linears"
+    with pytest.raises(CheckpointError, match=said):
+        export_adapter(path, tmp_path / "adapter")
 
 
 def test_a_run_that_goes_on_is_equal_to_the_bit_and_its_frozen_weights_have_no_state(

@@ -251,11 +251,6 @@ def export_adapter(
             f"{path}: its run trained no {ADAPTER_NAMES}; export it without --adapter."
         )
     data = families.FAMILIES[families.family_of(shape, family)]
-    if data.grouped:
-        raise CheckpointError(
-            f"{path}: adapters of {shape.name} cannot be written for peft: its files pack rows of"
-            " several linears into one, by heads. Export it without --adapter, which merges them."
-        )
     files = ADAPTER_FILES[shape.adapter.key]
     with TensorReader(path, manifest) as reader:
         tensors, config = files.exported(reader, shape, data, dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..layout import Shape, families
 from ..layout.pieces import block_linears
-from .checkpoint_format import DTYPES, WEIGHT
+from .checkpoint_format import DTYPES, WEIGHT, CheckpointError
 from .checkpoint_load import TensorReader
 
 
@@ -47,20 +47,23 @@ def peft_lora(
         )
         return whole.to(DTYPES[dtype]) if dtype else whole
 
-    # Adapted layers are in the attention (wq, wk, ...) or the MLP (gate,
-    # up, down).
-    parts = {
-        each: "attn" if each.startswith("w") else "mlp"
-        for each in shape.adapters
-    }
+    # In some blocks another layer stands in the place of attention or the MLP.
+    end = ".lora.a.weight"
     names = [
-        f"layers.{n}.{parts[a]}.{a}"
-        for n in range(shape.layers)
-        for a in parts
+        name.removesuffix(end)
+        for kind, name in reader.tensors
+        if kind == WEIGHT and name.endswith(end)
     ]
     theirs = families.sources(
         data, {f"{name}.weight": 2 for name in names}
     ).values()
+    if mixed := {each.name for each in theirs if each.groups}:
+        inner = {re.sub(r".*?\.[0-9]+\.", "", name) for name in mixed}
+        packed_names = ", ".join(sorted(inner))
+        raise CheckpointError(
+            f"adapters of {shape.name} cannot be written for peft: {packed_names} pack rows of"
+            " several linears, by heads. Export it without --adapter, which merges them."
+        )
     linears = block_linears(shape)
     for name, packed in dict.fromkeys(
         (each.name, each.packed) for each in theirs
