@@ -146,7 +146,7 @@ def _nothing(request: Request, plan: Plan) -> Iterator[str]:
         needs = "needs, by its program, more than"
         if plan.smallest:
             held = bytes_text(plan.smallest.bytes)
-            needs = f"whose program was built needs {held}, more than"
+            needs = f"needs, by its program, {held}, more than"
     yield (
         f"No layout of {request.shape.name} fits on {request.hardware.name}: the smallest of"
         f" {plan.considered:,} {needs} the {bytes_text(plan.room)} that"
