@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.api.plan import plan, request
+from phalanx.api.plan import PlanTerms, plan, request
 from phalanx.cli import main
 from phalanx.cli.usage import UsageError
 from phalanx.cost import step_flops
 from phalanx.layout import Layout, Run, Shape, legal
 from phalanx.layout.run import refuse_random_by_name
-from phalanx.planner.search import Plan, search
+from phalanx.planner.search import Plan, could_fit, search
 from phalanx.planner.spend import interval, spending
 from phalanx.planner.step import Choice, Pricer, Request
 
@@ -368,7 +368,8 @@ def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
     monkeypatch.setattr("phalanx.planner.search._EMPTIEST", 3)
     assert main(SMALL) == 1
     out = capsys.readouterr().out
-    assert "needs, by its program, more than" in out
+    # The bytes of the smallest program, beside those that are left.
+    assert re.search(r"needs, by its program, [\d.,]+ \wB, more than", out)
     assert "--limit 0." not in out.partition("leaves of a device")[2]
 
 
@@ -395,6 +396,17 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     assert main([*argv, "--limit", found[1]]) == 0
 
 
+def test_a_cluster_that_was_searched_in_vain_is_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of h100x4, the bound of its memory fits and no program does.
+    monkeypatch.setattr("phalanx.api.plan._MORE_DEVICES", (4,))
+    monkeypatch.setattr("phalanx.api.plan._FAR_MORE_DEVICES", ())
+    terms = PlanTerms(batch_tokens=16384, limit=0.02)
+    assert could_fit(request("124m", "h100x4", **terms))
+    assert "h100x4" not in str(plan("124m", "h100x1", **terms))
+
+
 def test_where_nothing_fits_clusters_that_cannot_hold_it_are_not_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -408,7 +420,8 @@ def test_where_nothing_fits_clusters_that_cannot_hold_it_are_not_searched(
     monkeypatch.setattr("phalanx.api.plan._MORE_DEVICES", (2,))
     monkeypatch.setattr("phalanx.api.plan._FAR_MORE_DEVICES", (4,))
     found = plan("124m", "h100x1", batch_tokens=16384, limit=0.02)
-    assert "h100x4 is the first multiple that could" in str(found)
+    assert "on up to 2 times the devices" in str(found)
+    assert "h100x4 could hold one" in str(found)
     assert {*searched} == {"h100x1"}
     # A search of the cluster in between finds nothing indeed.
     more = request("124m", "h100x2", batch_tokens=16384, limit=0.02)

@@ -773,3 +773,17 @@ def test_an_unknown_profile_is_refused_with_the_nearest() -> None:
     with pytest.raises(MachineError, match="nanotron"):
         profile("nanotrn")
     assert all(each.source for each in profiles().values())
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(3.0, 3), (8 / 3, 2 * 3)])
+def test_graphs_of_microbatches_that_differ_by_a_row_have_two_shapes(
+    rows: float, slots: int
+) -> None:
+    """Eight rows in three microbatches are 3, 3 and 2: a graph of up to three rows for
+    each of two shapes. Nine rows are 3, 3 and 3."""
+    text = "accum:3 compile:graphs bf16"
+    one = _priced(text).sizes
+    found = _priced(text, rows=rows).sizes
+    assert one.slot[1] > 0
+    assert found.slot[1] == pytest.approx(slots * one.slot[1])
+    assert found.graph_temporary == pytest.approx(3 * one.graph_temporary)

@@ -39,7 +39,21 @@ def written(planned: Planned, cluster: str) -> str:
 
 def assert_recorded(model: str, cluster: str, terms: PlanTerms) -> None:
     found = written(plan(model, cluster, **terms), cluster)
-    assert found in RECORDED.read_text()
+    first, *layouts = found.splitlines()
+    assert layouts == recorded()[first]
+
+
+def recorded() -> dict[str, list[str]]:
+    """The lines of each recorded plan, by its first line."""
+    sections = RECORDED.read_text().strip().split("\n\n")
+    plans = (section.splitlines() for section in sections)
+    return {first: layouts for first, *layouts in plans}
+
+
+def test_each_recorded_plan_has_ten_layouts() -> None:
+    plans = recorded()
+    assert len(plans) == len(SMALL + LARGE)
+    assert {len(layouts) for layouts in plans.values()} == {10}
 
 
 @pytest.mark.parametrize("model, cluster, terms", SMALL)

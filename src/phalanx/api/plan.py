@@ -141,8 +141,12 @@ def _nothing(request: Request, plan: Plan) -> Iterator[str]:
     # for each.
     least = float(plan.points[1].min())
     needs = f"needs {bytes_text(least)} or more of"
-    if least <= plan.room:  # by its lower bound; its program needs more
+    # Its bound would fit, its program needs more.
+    if least <= plan.room:
         needs = "needs, by its program, more than"
+        if plan.smallest:
+            held = bytes_text(plan.smallest.bytes)
+            needs = f"needs, by its program, {held}, more than"
     yield (
         f"No layout of {request.shape.name} fits on {request.hardware.name}: the smallest of"
         f" {plan.considered:,} {needs} the {bytes_text(plan.room)} that"
@@ -178,16 +182,16 @@ def _larger_share(request: Request, least: float) -> Iterator[str]:
 def _more_devices(request: Request) -> Iterator[str]:
     """Yield the smallest cluster that suffices, up to 16 times the devices.
 
-    Without one, it is the smallest that could by its memory. Clusters that cannot are
-    not searched.
+    Without one, it is the smallest beyond these that could by its memory. Clusters
+    that cannot are not searched.
     """
     first = ""
     for factor in (*_MORE_DEVICES, *_FAR_MORE_DEVICES):
         larger = _with_devices(request, request.hardware.ranks * factor)
         if larger is None or not could_fit(larger):
             continue
-        first = first or larger.cluster
         if factor not in _MORE_DEVICES:
+            first = larger.cluster
             break
         found = search(larger, top=1, explained=False).layouts
         if found:
@@ -195,8 +199,11 @@ def _more_devices(request: Request) -> Iterator[str]:
             held = bytes_text(best.bytes)
             yield f"It fits on {larger.cluster}: {best.layout} needs {held}."
             return
-    if first:
-        yield f"By lower bounds of memory, {first} is the first multiple that could hold it."
+    if first and _MORE_DEVICES:
+        yield (
+            f"No layout fits on up to {_MORE_DEVICES[-1]} times the devices. By lower bounds of"
+            f" memory, {first} could hold one."
+        )
 
 
 def _with_devices(request: Request, ranks: int) -> Request | None:

@@ -211,7 +211,7 @@ class Tokens(NamedTuple):
 
     @property
     def gated(self) -> float:
-        """Features of a gated MLP's product for each token, outside of routed MLPs."""
+        """Features of a gated MLP's product for each token, outside of experts."""
         shape = self.shape
         if self.sparse:
             return shape.routed.beside
@@ -224,7 +224,7 @@ class Tokens(NamedTuple):
 
     @property
     def routed(self) -> float:
-        """Copies of a token that this rank's routed MLPs take."""
+        """Copies of a token that this rank's experts take."""
         return self.shape.routed.chosen * self.busy
 
 
@@ -332,7 +332,7 @@ def keeps_narrow_inputs(
 def fuses_routed_mlps(
     work: PieceWork, software: Software, of: Tokens
 ) -> PieceWork:
-    """Run routed experts as `fuses_gated_mlp` and `keeps_narrow_inputs` say.
+    """Run experts as `fuses_gated_mlp` and `keeps_narrow_inputs` say.
 
     The tokens that arrive have no other reader than the experts' first products.
     """

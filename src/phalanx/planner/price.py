@@ -97,11 +97,11 @@ def exchange_seconds(
     )
     seconds, ranks = hardware.network.seconds, layout.ep_ranks
     routed = shape.routed
-    # The first message has one count for each routed MLP.
+    # The first message has one count for each expert.
     routes = seconds("all_to_all", _NUMBER * routed.count, ranks, near)
     servers = ranks * near / hardware.node
     if profile.sends_once and servers > 1:
-        # One copy of a token for each server with some of its MLPs, and from
+        # One copy of a token for each server with some of its experts, and from
         # there, inside, one for each of them.
         copies = servers * (1 - (1 - 1 / servers) ** routed.chosen)
         sent = edge * copies / routed.chosen
@@ -152,7 +152,7 @@ class Units:
     ) -> UnitTimes:
         """The times of a unit with so many trained, frozen and routed elements.
 
-        Routed MLPs are a unit of their own on fewer ranks. `narrow` of the trained and
+        Experts are a unit of their own on fewer ranks. `narrow` of the trained and
         frozen elements are gathered in 8 bits. A collective that the elements do not
         need takes 0 s.
         """
@@ -280,7 +280,7 @@ class PricedPiece(NamedTuple):
 
     @property
     def trained_routed(self) -> float:
-        """Trained elements that belong to routed MLPs; 0 for a piece with frozen weights."""
+        """Trained elements that belong to experts; 0 for a piece with frozen weights."""
         return 0.0 if self.frozen else self.times.cost.routed
 
 
@@ -326,7 +326,7 @@ class Priced:
         if not x.gathers_in_8_bits or (piece.frozen and x.zero < 3):
             return 0.0
         numbers = sum(weight.numel for weight in row.weights if weight.narrow)
-        # Tensor parallelism divides the matrices; routed MLPs do not count.
+        # Tensor parallelism divides the matrices; experts do not count.
         return min(numbers / x.tp, cost.weights - cost.routed)
 
     def _at_an_end(self, row: PieceRow) -> bool:
@@ -383,14 +383,14 @@ class Priced:
             pieces[ops.TO_OWNERS, n] = took.to_owners * alone
             pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
         for n in self.staged.receivers:
-            # Tokens that arrive at the routed MLPs go back: a busy rank sends back more
+            # Tokens that arrive at the experts go back: a busy rank sends back more
             # than its own.
             edge = self.pieces[n].times.cost.edge
             routes, exchanged = exchange_seconds(
                 x, shape, hardware, profile, edge
             )
             pieces[ops.COUNT_ROUTES, n] = routes
-            # Dispatch to the routed MLPs, and combination in the piece after them.
+            # Dispatch to the experts, and combination in the piece after them.
             for to in (n, n + 1):
                 pieces[ops.EXCHANGE, to] = pieces[
                     ops.EXCHANGE_GRADIENT, to
@@ -552,9 +552,17 @@ class Priced:
             for piece in self.pieces
         ]
 
+        graphs = layout.compile == GRAPHS
+        # A graph is as large as the microbatch with the most rows.
+        rows = self.case.rows
+        most = math.ceil(rows)
+        larger = most / rows if graphs else 1.0
+
         # Bytes of every piece, from its cost.
         def each(size: Callable[[PieceCost], float]) -> tuple[float, ...]:
-            return tuple(size(piece.times.cost) for piece in self.pieces)
+            return tuple(
+                size(piece.times.cost) * larger for piece in self.pieces
+            )
 
         def whole(size: float) -> tuple[float, ...]:
             """Bytes of all trained weights of each unit."""
@@ -563,11 +571,9 @@ class Priced:
         def sharded(size: float) -> tuple[float, ...]:
             """Bytes of this rank's shard of the trained weights.
 
-            Experts are divided into fewer shards than other weights, as ranks hold
-            different MLPs.
+            Experts are divided into fewer shards than other weights, as ranks of ep
+            hold different experts.
             """
-            # Ranks of ep hold different MLPs, so each has fewer
-            # shards.
             more = layout.copies_sharing - 1 if layout.zero else 0
             return tuple(
                 size * (p.trained + more * p.trained_routed)
@@ -586,7 +592,6 @@ class Priced:
         frozen = [held.frozen * piece.frozen for piece in self.pieces]
         # One buffer for all gradients during the whole run, which ZeRO-2 and 3
         # do not have.
-        graphs = layout.compile == GRAPHS
         flat = graphs or (profile.flat_gradients and layout.zero < 2)
         gradient = whole(held.gradient)
         # The exchange is in the dtype of the matrices' update, or of a wider gather.
@@ -635,5 +640,6 @@ class Priced:
         )
         if not graphs:
             return found
-        # Blocks are compiled, the ends are not.
-        return found.in_graphs(range(1, len(self.pieces) - 1))
+        # Blocks are compiled, the ends are not. Microbatches may differ by a row.
+        blocks = range(1, len(self.pieces) - 1)
+        return found.in_graphs(blocks, shapes=1 + (most > rows))
