@@ -1,4 +1,4 @@
-"""A weight of a block as the rows of mixers and MLPs describe it."""
+"""The weights of a block, as the rows of mixers and MLPs describe them."""
 
 from __future__ import annotations
 

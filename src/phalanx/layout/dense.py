@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def dense_weights(
     shape: Shape, name: str, width: int
 ) -> Iterator[BlockWeight]:
-    """The weights of an MLP with so many features inside."""
+    """The weights of an MLP with this hidden width."""
     bias, hidden = shape.bias == "all", shape.hidden
     wide, narrow = "ffn embed", "embed ffn"
     if shape.gated:

@@ -35,7 +35,7 @@ class RoutedMlps:
 
 
 class ChoiceLosses(NamedTuple):
-    """The losses that need the choices of other tokens: of a sequence, of the batch."""
+    """Flags of the losses over the choices of a sequence, and of the whole batch."""
 
     sequence: bool = False
     batch: bool = False
@@ -78,7 +78,7 @@ class MlpRow:
     """Everything about a block's MLP that needs no tensors."""
 
     name: str
-    # True for a block that has it instead of the usual one; blocks count from 0.
+    # True for a block with this MLP in place of the usual one; blocks count from 0.
     in_block: Callable[[Shape, int], bool] = _in_no_block
     # The keys with which the blocks of a shape have the MLPs of these names.
     sizes_of_blocks: Callable[[Sequence[str]], Mapping[str, Any]] = _no_keys
@@ -93,7 +93,7 @@ class MlpRow:
     # have names with this prefix.
     routed: Callable[[Shape], RoutedMlps] = _none_routed
     routed_prefix: str = ""
-    # Tensors that pass these MLPs by, from routing to merging.
+    # Tensors that go from routing to merging without passing through these MLPs.
     results: Callable[[Shape], tuple[str, ...]] = _no_results
     losses: Callable[[Shape], ChoiceLosses] = _no_losses
     # Its own sizes. `fill` derives missing ones and `mistakes` checks them. `shrunk`

@@ -20,12 +20,13 @@ from torch import Tensor
 from .fused import compiles_kernels
 
 NAME = "flex attention"
-# Fewer rows take the strips: a text that is generated has one row at a time.
+# Fewer rows use the strips. Generated text has one row at a time.
 FEWEST_ROWS = 1024
 # Set to 1: soft caps take flex attention on a GPU. It has not run on one yet.
 ON = "PHALANX_FLEX"
 _BLOCK = 128  # rows and keys of a block, torch's own default
-# The kinds of calls in a process. Beyond this number torch would write all scores.
+# Compiled variants in a process. Beyond this limit torch would run eagerly and write
+# all scores to memory.
 _ENTRIES = 64
 _HALVES = torch.bfloat16, torch.float16
 _LOG = logging.getLogger(__name__)
@@ -40,14 +41,14 @@ def _dispatch_keys() -> tuple[Any, Any]:
     return included, _dispatch._dispatch_tls_local_exclude_set()
 
 
-# The keys outside of any operator: this module is imported there.
+# Dispatch keys outside any operator: this module is imported there.
 _OUTSIDE = _dispatch_keys()
 
 
 def _outside() -> Any:
-    """A context as outside of the operator that calls: autograd records in it.
+    """A context with the dispatch keys outside any operator, so that autograd records.
 
-    Without it torch compiles once more in each kind of surroundings.
+    Without it torch would compile again for each set of dispatch keys.
     """
     return _dispatch._ForceDispatchKeyGuard(*_OUTSIDE)
 
@@ -60,10 +61,10 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class BlockRows:
-    """The pairs of blocks with keys that are seen, of one sequence.
+    """The pairs of a query block and a key block that attend, in one sequence.
 
     `edges` are the starts of its documents and the number of its keys. The rows are the
-    last of the keys' times.
+    last positions of the keys.
     """
 
     def __init__(self, edges: tuple[int, ...], rows: int, window: int) -> None:
@@ -88,7 +89,7 @@ class BlockRows:
 
 
 def _indices(there: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The number of blocks in each row of blocks, and their indices, those there first."""
+    """The number of attended blocks in each row, and all indices, attended first."""
     count = there.sum(-1).astype(np.int32)
     order = np.argsort(~there, axis=-1, kind="stable").astype(np.int32)
     return torch.from_numpy(count), torch.from_numpy(order)
@@ -221,10 +222,11 @@ def gradients(
 def _with_sinks(
     into: Tensor, result: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the keys' own result, from that of the result with sinks.
+    """The gradients of the result without sinks, from that of the result with sinks.
 
-    The latter is the former times the keys' share of the denominator: exp(own_lse - lse).
-    Its derivative by own_lse is share * (own - out).
+    The result with sinks is the one without, times the keys' share of the denominator:
+    exp(own_lse - lse).
+    The derivative of the former by own_lse is share * (own - out).
     """
     own, own_lse = result
     share = (own_lse - lse.transpose(1, 2)).exp().unsqueeze(-1)
@@ -259,7 +261,7 @@ def compare(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 def warn(device: torch.device, error: Exception) -> None:
-    """Log that the strips stand in for flex attention on this device, and the reason."""
+    """Log that the strips replace flex attention on this device, with the reason."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     _LOG.warning(
         "soft caps take matmuls in strips on %s, in place of flex attention: %s",

@@ -290,7 +290,7 @@ def _in_blocks(
     blocks: Sequence[AttentionBlock],
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output and log-sum-exp of blocks in which each row stands once."""
+    """The output and log-sum-exp of blocks that contain each row exactly once."""
     if len(blocks) == 1:
         (only,) = blocks
         return attend(q, k, v, only, softcap, whole=only.causal)

@@ -10,8 +10,8 @@ the next microbatch after its backward.
   copied out of it, so that a message may still read it when the slot is used again.
 - Weights stay in one place (`Unit.resident`), and so does the whole gradient, to which a
   backward's graph adds (`SteadyUnit`).
-- The graphs of a rank share one memory pool. Only what no later kernel reads is reused
-  by other graphs: a slot holds on to all that a forward saves for its backward.
+- The graphs of a rank share one memory pool. Other graphs reuse only the memory that no
+  later kernel reads: a slot keeps all that a forward saves for its backward.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def one_thread() -> AbstractContextManager[Any]:
 
 
 def capture_of(device: torch.device) -> Capture | None:
-    """A recorder of graphs for a device, or None where there are no graphs."""
+    """A recorder of graphs for a device, or None for a device without CUDA graphs."""
     return CudaCapture(device) if device.type == "cuda" else None
 
 
@@ -151,8 +151,8 @@ class Slot:
 
     def _record_backward(self) -> None:
         roots = [self.roots[name] for name in self.gradients]
-        # A compiled backward may overwrite what was saved, and torch refuses to keep it
-        # then. Here the forward's graph writes it anew.
+        # A compiled backward may overwrite saved tensors, and torch then refuses to
+        # keep its graph. Here each replay of the forward writes these tensors again.
         config: Any = torch._functorch.config
         with config.patch(donated_buffer=False), one_thread():
             self.piece.run_backward(

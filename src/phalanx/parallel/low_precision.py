@@ -369,9 +369,9 @@ def _scaled_mm(
 
 
 class _Recipe:
-    """Numbers of torch's names for scales and their order in memory.
+    """The integers of torch's enums for kinds of scales and their order in memory.
 
-    A compiled graph of torch 2.11 ends where members of an enum are compared.
+    In torch 2.11 a comparison of enum members breaks the compiled graph.
     """
 
     ROWS = F.ScalingType.RowWise.value

@@ -627,7 +627,7 @@ _ALL_SUMS = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
 def _updates(row: Sequence[Op]) -> dict[Op, Op]:
     """The update of each unit, by the last sum of its gradient."""
     last: dict[int, Op] = {}
-    # From the end: a unit's first sum that is seen is its last.
+    # Backwards through the list, so the first sum found for a unit is its last.
     for op in reversed(row):
         if op.kind in _ALL_SUMS:
             last.setdefault(op.piece, op)

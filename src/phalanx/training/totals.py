@@ -22,8 +22,8 @@ _EXPONENTS = 256
 _FRACTION = 23
 _BIAS = 127
 _ONE = _BIAS << _FRACTION  # the bits of 1.0
-# A square of a mantissa is below 4 and rounded to float32: a whole number of 25 bits,
-# times 2^-23. So 2^27 of them add in float64 (53 bits) without rounding. Such a sum is
+# The square of a mantissa is below 4 and rounded to float32: an integer of 25 bits
+# times 2^-23. So float64 (53 bits) adds 2^27 of them without rounding. Such a sum is
 # split into limbs, of which 2^27 add without rounding.
 _RUN = 1 << 27
 _LIMB, _LIMBS = 26, 2
@@ -167,9 +167,9 @@ def sum_in_tree(x: Tensor) -> Tensor:
 
 
 def squares_by_exponent(x: Tensor) -> Tensor:
-    """The squares of a flat float32 tensor, as sums of whole numbers.
+    """The sums of squares of a flat float32 tensor, one for each exponent, as integers.
 
-    A sum for each exponent of x, in limbs: row i has bits 26 i to 26 i + 25 of the sums
+    Each sum is stored in limbs: row i has bits 26 i to 26 i + 25 of the sums
     of squared mantissas. Each square is rounded to float32, whatever its neighbours.
     Numbers below 2^-126 count as zero.
     """

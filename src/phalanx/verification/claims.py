@@ -145,7 +145,7 @@ def _peaks_by_hand(program: Program) -> Iterator[str]:
 
 
 def _most_kept(row: Sequence[Op]) -> int:
-    """The most microbatches of pieces whose activations are on the device at once."""
+    """The most activations, counted by piece and microbatch, on the device at once."""
     kept: set[tuple[int, int]] = set()
     most = 0
     for op in row:
@@ -153,14 +153,15 @@ def _most_kept(row: Sequence[Op]) -> int:
         if op.kind in (ops.FORWARD, ops.RELOAD):
             kept.add(of)
         most = max(most, len(kept))
-        # A backward of inputs alone leaves what the weight gradient needs.
+        # A backward for inputs alone keeps the activations that the weight gradient
+        # needs.
         if op.kind in (ops.BACKWARD, ops.WEIGHT_GRADIENT, ops.OFFLOAD):
             kept.discard(of)
     return most
 
 
 def _most_gathered(row: Sequence[Op]) -> int:
-    """The most units whose whole weights are there at once."""
+    """The largest number of units whose weights are gathered at once."""
     there: set[int] = set()
     most = 0
     for op in row:

@@ -1,8 +1,8 @@
-"""Tests of what happens when ranks fail or differ, before layouts train over a transport.
+"""Tests of a transport before layouts train over it: ranks that fail or differ.
 
-A rank that raises must end all others at their next call, whatever they wait for, and the
-report must name it first. Ranks exchange their errors and facts; every rank must have
-those of all.
+When a rank raises, all others must end at their next call, whatever they wait for, and
+the report must name that rank first. Ranks exchange their errors and facts, and every
+rank must receive those of all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..comm.agree import (
 from ..comm.launch import Runner
 from ..comm.threads import ThreadWorld
 
-# More than one message of an exchange takes, with characters of two bytes.
+# Longer than one message of an exchange. Each character has two bytes.
 _LONG = "ä" * 40_000
 Faults = Iterator[str]
 
@@ -36,7 +36,7 @@ class _PlannedError(Exception):
 def failure_fault(size: int, run: Runner) -> str:
     """Return the first wrong exchange of texts or report of a failed rank, or "".
 
-    Ranks that are processes do not fail here: they would have to be started again.
+    Only threads are made to fail: processes would have to be started again.
     """
     if wrong := next(filter(None, run(agreement_fault)), ""):
         return wrong
@@ -51,7 +51,7 @@ def failure_fault(size: int, run: Runner) -> str:
             if wrong := next(_report_faults(error, bad, size), ""):
                 return wrong
         else:
-            return f"rank {bad} raises, and nobody is told"
+            return f"rank {bad} raises, and no error reaches the launcher"
     return ""
 
 
@@ -64,7 +64,7 @@ _CALLS: tuple[Callable[[Group, int], None], ...] = (
 
 
 def _gathered(group: Group) -> Work:
-    """A call that is waited for later."""
+    """An all-gather that the caller waits for later."""
     out = torch.empty(group.size)
     return group.all_gather(out, torch.ones(1), wait=False)
 
@@ -90,7 +90,7 @@ def _report_faults(error: RankFailed, bad: int, size: int) -> Faults:
     planned = "_PlannedError: on purpose"
     first = f"rank {bad} failed: {planned}"
     if error.rank != bad or not str(error).startswith(first):
-        yield f"rank {bad} failed; told is: {str(error).splitlines()[0]}"
+        yield f"rank {bad} failed, but the report begins: {str(error).splitlines()[0]}"
     ranks = sorted(report.rank for report in error.reports)
     if ranks != [*range(size)]:
         yield f"rank {bad} failed, and only the ranks {ranks} ended"
@@ -98,7 +98,7 @@ def _report_faults(error: RankFailed, bad: int, size: int) -> Faults:
         if report.secondary != (report.rank != bad):
             yield f"rank {bad} failed, and so is said of rank {report.rank}: {report.error}"
         if planned not in report.error:
-            yield f"rank {bad} failed, and rank {report.rank} is told: {report.error}"
+            yield f"rank {bad} failed, but rank {report.rank} reports: {report.error}"
 
 
 # ---- texts of all ranks
@@ -130,11 +130,11 @@ def _exchanges(group: Group) -> Faults:
         if told != [f"rank {root}: its disk is full"]:
             yield f"an error of rank {root} becomes {told}"
     if told := errors_of(group, ""):
-        yield f"there is no error, and {told} is told"
+        yield f"there is no error, but {told} is reported"
 
 
 def _agreements(world: World) -> Faults:
-    """Test facts that are equal, that differ on one rank, and a rank that cannot begin."""
+    """Test equal facts, facts that differ on one rank, and a rank that cannot begin."""
     with agreement(world) as facts:
         facts["layout"] = "dp2"
     odd = world.size - 1
@@ -145,9 +145,9 @@ def _agreements(world: World) -> Faults:
     except RanksDiffer as error:
         lines = [line for line in str(error).splitlines() if line[0] == "-"]
         if len(lines) != 1 or "layout" not in lines[0]:
-            yield f"the layout differs; told is {lines}"
+            yield f"the layout differs, but the error lists {lines}"
     else:
-        yield f"rank {odd} has another layout, and nobody is told"
+        yield f"rank {odd} has another layout, and no error is raised"
     try:
         with agreement(world):
             if world.rank == odd:
@@ -156,12 +156,12 @@ def _agreements(world: World) -> Faults:
         if world.rank == odd or f"rank {odd} could not begin" not in str(
             error
         ):
-            yield f"rank {odd} could not begin; told is {error}"
+            yield f"rank {odd} could not begin, but the error is: {error}"
     except _PlannedError:
         if world.rank != odd:
             yield f"rank {odd} could not begin, and its error is raised elsewhere"
     else:
-        yield f"rank {odd} could not begin, and nobody is told"
+        yield f"rank {odd} could not begin, and no error is raised"
 
 
 def _fail() -> NoReturn:

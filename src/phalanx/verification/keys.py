@@ -1,4 +1,4 @@
-"""Tests of the keys of a run file: other values are kept, and wrong ones are refused."""
+"""Tests of a run file's keys: valid values are kept, and wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAME = "run.toml"
 # Values that no key of this kind may have: of another type, or not a finite number.
 _NOT_A_NUMBER = ("maybe", "-1", "nan", "1e400", "[[1]]", "{a=1}")
 _NOT_A_TEXT = ("[[1]]", "{a=1}")
-# What these name is loaded or looked up when a run is read.
+# Reading a run loads or looks up the values of these keys.
 _LOOKED_UP = {"model", "data", "layout", "out"}
 
 
 def key_faults(run: Run) -> Iterator[str]:
-    """Describe keys of a run whose wrong values are accepted, or whose right ones are lost."""
+    """Describe keys whose wrong values are accepted, or whose valid values are lost."""
     folder = Run.parse("", "configs/small.toml").out
     if folder != "runs/small":
         yield f"a run of configs/small.toml writes to {folder!r}"
@@ -64,7 +64,7 @@ def _refusal(text: str, word: str) -> str:
 
 
 def _lost(text: str, key: str, value: bool) -> Iterator[str]:
-    """Compare a run with another value with what is read from its text."""
+    """Change a key's value, write the run as text and compare the value read back."""
     word = f"{key}={json.dumps(value)}"
     try:
         changed = Run.parse(text, NAME, (word,))

@@ -1,4 +1,4 @@
-"""Layouts that must be refused: with values that none may have, and beyond a model's sizes."""
+"""Tests that layouts with impossible values, or too large for a model, are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..layout import Layout, LayoutError, Shape, legal
 
 # A prime that is larger than the sizes of any small model.
 _LARGE = 509
-# Of each type of a layout's fields.
+# Values that no field of this type may have.
 _WRONG: dict[type, tuple[object, ...]] = {
     int: (-1, 1 << 40),
     str: ("unknown",),

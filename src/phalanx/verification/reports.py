@@ -1,7 +1,7 @@
-"""Compares what a trial reports of itself with values that are computed here.
+"""Compares a trial's own reports with values that are computed here.
 
-These are the order of the records in its journal, the start's description of the run, its
-goodput, its memory, the files of its ranks, and what names slow ranks.
+The reports are the order of the records in its journal, the start's description of the
+run, goodput, memory, the files of its ranks, and the ranks named as slow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..layout.run import Run
 from ..program import Program
 from ..training.stragglers import NAMES, Stragglers
 
-# Seconds by which rounded times may differ: a record has four decimals, and a clock three.
+# Seconds by which rounded times may differ: records have four decimals, clock times
+# three.
 _ROUNDED = 2e-3
 # Phases that docs/logging.md counts as useful time, and the others' parts.
 _USEFUL = {"in a step", "first step", "loading data"}
@@ -74,7 +75,7 @@ def report_faults(
     yield from _goodput(records)
     yield from _lost_steps(records)
     read = Run.parse((out / "run.toml").read_text(), "run.toml")
-    # As JSON text has them: lists in place of tuples.
+    # As JSON stores them, with lists in place of tuples.
     if json.dumps(asdict(read)) != json.dumps(asdict(run)):
         yield "run.toml is read back as another run"
     for rank in range(max(start.ranks for start in starts)):
@@ -221,7 +222,7 @@ def _rank_log(out: Path, rank: int, starts: Sequence[Start]) -> Iterator[str]:
             rank < start.ranks
             and f"rank {rank} of {start.ranks}, " not in text
         ):
-            yield f"rank-{rank}.log does not tell of its start as one of {start.ranks} ranks"
+            yield f"rank-{rank}.log does not report its start as one of {start.ranks} ranks"
 
 
 # ---- goodput
@@ -277,8 +278,8 @@ def _part_faults(
 
 
 def _lost_steps(records: Sequence[Record]) -> Iterator[str]:
-    """Compare the time that goodput counts as lost, if the last start had begun at an
-    earlier step, with that of the steps in between."""
+    """Compare the time that goodput would count as lost, had the last start begun at an
+    earlier step, with the time of the steps in between."""
     at = max(
         n for n, record in enumerate(records) if record["event"] == "start"
     )
@@ -336,7 +337,7 @@ def straggler_faults() -> Iterator[str]:
         if rows[rank] == rows[slow] and rank != slow
     ]
     usual = statistics.median(totals[rank] for rank in peers)
-    # A rank is named after a second beyond the factor, in all steps since the last line.
+    # A rank is named once it has lost a second beyond the factor since the last line.
     beyond = totals[slow] - factor * usual
     if [*named.look(lines, math.floor(0.99 / beyond))]:
         yield "a rank is named as slow that lost less than a second"
@@ -349,17 +350,17 @@ def straggler_faults() -> Iterator[str]:
     if not math.isclose(one.seconds, totals[slow]) or not math.isclose(
         one.usual, usual
     ):
-        yield f"rank {slow} is told to take {one.seconds} s where {one.usual} s are usual"
+        yield f"rank {slow} is reported to take {one.seconds} s where {one.usual} s are usual"
     worst = [*one.operations][:2]
     if worst != [NAMES[4], NAMES[7]]:
-        yield f"rank {slow} is told to be slow in {worst}"
+        yield f"rank {slow} is reported as slow in {worst}"
     for name, (own, others) in one.operations.items():
         at = NAMES.index(name)
         median = statistics.median(table[rank][at] for rank in peers)
         if not math.isclose(own, table[slow][at]) or not math.isclose(
             others, median
         ):
-            yield f"rank {slow} is told to take {own} s for {name}, others {others} s"
+            yield f"rank {slow} is reported to take {own} s for {name}, others {others} s"
     even = [lines[0]] * ranks
     if any(named.look(even, 1000)):
         yield "a rank is named as slow where all take the same time"

@@ -1,7 +1,7 @@
-"""Checks of a trial's checkpoints: their content, damage to them, and old ones.
+"""Checks of a trial's checkpoints: content, detection of damage, and retention.
 
-The content is read by the safetensors library and placed here, element by element. Every
-kind of damage to a file, and every change of an entry of a manifest or of a header, must be
+The safetensors library reads the content, and this file places it element by element.
+Every kind of damage to a file, and every wrong entry of a manifest or a header, must be
 found before a checkpoint is loaded.
 """
 
@@ -75,8 +75,7 @@ def saved_faults(
 def kept_faults(
     folder: Path, steps: Sequence[int], set_aside: Sequence[int]
 ) -> Iterator[str]:
-    """Compare the checkpoints in a run's folder with those of the steps that it must
-    keep."""
+    """Compare the checkpoints in a run's folder with the steps that it must keep."""
     names = [f"step-{step:08}" for step in steps]
     names += [f"set-aside-step-{step:08}" for step in set_aside]
     there = {each.name for each in folder.iterdir() if each.is_dir()}
@@ -86,8 +85,8 @@ def kept_faults(
 
 
 def add_broken(folder: Path, step: int, later: int) -> None:
-    """Add a damaged copy of a checkpoint as the one of a later step, and what a save
-    leaves behind that was killed."""
+    """Add a damaged copy of a checkpoint as that of a later step, and the remains of a
+    save that was killed."""
     path = folder / f"step-{step:08}"
     copy = folder / f"step-{later:08}"
     shutil.copytree(path, copy)
@@ -174,7 +173,7 @@ def _placed(
 
 
 def undetected(path: Path) -> Iterator[str]:
-    """Describe damage of a part of the checkpoint that is taken for a sound one."""
+    """Describe damage to a part of a checkpoint that is not found."""
     # The same damage whenever the same checkpoint is damaged.
     draw = random.Random(path.name)
     part = path.with_name("part") / path.name

@@ -53,7 +53,7 @@ STAGES, MICROBATCHES = 4, 12
 
 
 def idle_faults(layout: Layout) -> Iterator[str]:
-    """Compare the time that a schedule takes beyond its computations with the papers.
+    """Compare a schedule's idle time with the formula of its paper.
 
     Forward, input gradient and weight gradient of a stage take one unit of time each,
     and messages none.
@@ -86,8 +86,7 @@ _IDLE: dict[str, Callable[[int], int]] = {
 
 
 def _elapsed(program: Program) -> int | None:
-    """The time at which the last rank has computed its list; None if ranks wait for one
-    another."""
+    """The time at which the last rank finishes its list; None if the ranks deadlock."""
     ends: dict[tuple[bool, int, int], int] = {}
     clocks = [0] * len(program.rows)
     left = [[*row] for row in program.rows]
@@ -113,8 +112,7 @@ def _elapsed(program: Program) -> int | None:
 def _arrival(
     program: Program, op: Op, ends: Mapping[tuple[bool, int, int], int]
 ) -> int | None:
-    """The time at which an operation's input from the neighbouring stage is there; None
-    if it has not been computed."""
+    """The time at which an operation's input from a neighbour arrives, if computed."""
     forward = op.kind == ops.FORWARD
     first = 0 if forward else program.pieces - 1
     if op.kind == ops.WEIGHT_GRADIENT or op.piece == first:
