@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ class Recording(TorchDispatchMode):
         self.own: dict[int, Tensor] = {}
         self.aliases = aliases
         self.spare: list[Tensor] = []
+        # Memory of earlier recordings that this one may use.
+        self.free: list[Tensor] = []
         self.replays = 0
 
     @classmethod
@@ -64,6 +67,7 @@ class Recording(TorchDispatchMode):
         # to tensors from outside would stay.
         outside = {storage_of(x) for x in written} - {*self.own}
         out = written[0] if outside else function(*given[0], **given[1])
+        out = tree_map_only(Tensor, partial(self._placed, before), out)
         made = [x for x in tensors_in(out) if storage_of(x) not in before]
         for x in made:
             self.own[storage_of(x)] = self._alias(x)
@@ -73,6 +77,18 @@ class Recording(TorchDispatchMode):
             own = [self._alias(x) for x in made]
             self.calls.append(Call(function, *aliases, own))
         return out
+
+    def _placed(self, before: set[int], x: Tensor) -> Tensor:
+        """A new tensor, in memory of an earlier recording if some has its size."""
+        if storage_of(x) in before or storage_of(x) in self.own:
+            return x
+        size = x.untyped_storage().nbytes()
+        for number, spare in enumerate(self.free):
+            alike = spare.untyped_storage().nbytes() == size
+            if alike and spare.dtype == x.dtype and not x.storage_offset():
+                place = self.free.pop(number).data
+                return place.as_strided(x.shape, x.stride(), 0)
+        return x
 
     def find_spare(self) -> None:
         """Find the memory that nothing but recordings hold now."""
@@ -114,19 +130,30 @@ def _poison(tensors: Iterable[Tensor]) -> None:
 
 
 class Recorder:
-    """Records graphs on the CPU, in one pool of memory."""
+    """Records graphs on the CPU.
+
+    Memory that one recording has freed goes to later ones of the same pool, as on a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.recordings: list[Recording] = []
+        self.sharing: list[Recording] = []  # of the shared pool
         self.aliases: Counter[int] = Counter()
 
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+    def __call__(
+        self, run: Callable[[], None], *, kept: bool
+    ) -> Callable[[], None]:
         recording = Recording(self.aliases)
+        if not kept:
+            recording.free = self._freed()
         with recording:
             run()
+        recording.free = []
         _poison(recording.own.values())
         self.recordings.append(recording)
+        if not kept:
+            self.sharing.append(recording)
         # What a graph held before may be free by now, and used by later graphs.
         for each in self.recordings:
             each.find_spare()
@@ -137,3 +164,12 @@ class Recorder:
                 _poison(each.spare)
 
         return replay
+
+    def _freed(self) -> list[Tensor]:
+        """Memory that recordings of the shared pool have used, and that nothing holds."""
+        for each in self.recordings:
+            each.find_spare()
+        found = {storage_of(x): x for each in self.sharing for x in each.spare}
+        for each in self.recordings:
+            each.spare = []  # no further references
+        return [*found.values()]

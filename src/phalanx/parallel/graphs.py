@@ -10,8 +10,9 @@ the next microbatch after its backward.
   copied out of it, so that a message may still read it when the slot is used again.
 - Weights stay in one place (`Unit.resident`), and so does the whole gradient, to which a
   backward's graph adds (`SteadyUnit`).
-- The graphs of a rank share one memory pool. Other graphs reuse only the memory that no
-  later kernel reads: a slot keeps all that a forward saves for its backward.
+- Each forward has a memory pool of its own. Graphs of one pool may only be replayed in
+  the order of their recording, but the next microbatch's forward may run between a
+  forward and its backward. Backwards share a pool: nothing reads it after a replay.
 """
 
 from __future__ import annotations
@@ -31,10 +32,6 @@ from .batch import DOCUMENTS
 
 Bundle = dict[str, Tensor]
 Replay = Callable[[], None]
-# Records the kernels that a function launches, without running them, and returns the
-# function that runs them.
-Capture = Callable[[Callable[[], None]], Replay]
-
 # Backwards of a shape that run without a graph first: torch compiles, and libraries
 # allocate their workspaces and choose kernels, none of which a graph may record.
 WARM_UP = 2
@@ -45,8 +42,18 @@ SHAPES = 2
 _one_capture = threading.Lock()
 
 
+class Capture(Protocol):
+    """A recorder of the kernels that functions launch."""
+
+    def __call__(self, run: Callable[[], None], *, kept: bool) -> Replay:
+        """Record a function without running its kernels; return what runs them.
+
+        With `kept`, no other graph may use memory that the function has used.
+        """
+
+
 class CudaCapture:
-    """Records graphs on one GPU, with one memory pool."""
+    """Records graphs on one GPU. Those whose memory is not kept share a pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -54,15 +61,16 @@ class CudaCapture:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = stream(device)
 
-    def __call__(self, run: Callable[[], None]) -> Replay:
+    def __call__(self, run: Callable[[], None], *, kept: bool) -> Replay:
         graph: Any = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle() if kept else self.pool
         # Not `torch.cuda.graph`, which first waits for the whole device: two stages of a
         # pipeline would wait for messages that the other sends after its own recording.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         # Other threads, such as NCCL's, may use the device meanwhile.
         mode = "thread_local"
         with _one_capture, torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode=mode)
+            graph.capture_begin(pool=pool, capture_error_mode=mode)
             try:
                 run()
             finally:
@@ -125,7 +133,7 @@ class Slot:
         """The piece's outputs for these inputs."""
         _copy({**self.mine, **self.named}, {**mine, **named})
         if self._forward is None:
-            self._forward = self.capture(self._record_forward)
+            self._forward = self.capture(self._record_forward, kept=True)
         self._forward()
         return _clones(self.outputs)
 
@@ -135,7 +143,7 @@ class Slot:
             self.gradients = _like(gradients)
         _copy(self.gradients, gradients)
         if self._backward is None:
-            self._backward = self.capture(self._record_backward)
+            self._backward = self.capture(self._record_backward, kept=False)
         self._backward()
         return _clones(self.into)
 

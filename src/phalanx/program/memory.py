@@ -32,9 +32,9 @@ class Sizes:
     `gradient_home`: a gradient buffer that exists from the start. `matrices`: what a
     unit sends to the owners of its matrices and back, and the results.
 
-    `slot`: what the CUDA graphs of a piece hold for each microbatch in flight, for the
-    whole run. Such pieces have no `kept` and no `temporary`, and their graphs share
-    `graph_temporary`.
+    `slot`: the most that the CUDA graphs of a piece hold for each microbatch in flight,
+    for the whole run. Such pieces have no `kept` and no `temporary`, and their backwards
+    share `graph_temporary`.
 
     `edge`: a piece's output, which a message takes to the next stage; its gradient is
     as large. `sends_stay`: the group keeps a copy of what was sent until the step ends,
@@ -69,7 +69,9 @@ class Sizes:
         def slot(piece: int) -> float:
             # Input and output, their gradients, and the entries of the batch.
             copies = 4 * _of(self.edge, piece) + _of(self.derived, piece)
-            return shapes * (_of(self.kept, piece) + copies)
+            # A forward's graph has its temporary memory to itself.
+            own = _of(self.kept, piece) + _of(self.temporary, piece)
+            return shapes * (own + copies)
 
         def others(each: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(
