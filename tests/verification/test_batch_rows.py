@@ -138,13 +138,13 @@ def test_a_wrong_row_is_named(
 
 
 def test_a_target_across_two_documents_is_named(tmp_path: Path) -> None:
-    right = Stream.read
+    right = Stream.read_documents
 
-    def read(self: Stream, start: int, stop: int) -> Any:
-        tokens, documents = right(self, start, stop)
-        return tokens, np.full_like(documents, documents[0])
+    def read_documents(self: Stream, start: int, stop: int) -> Any:
+        documents = right(self, start, stop)
+        return np.full_like(documents, documents[0])
 
-    with swapped(Stream, "read", read):
+    with swapped(Stream, "read_documents", read_documents):
         assert faults(tmp_path, "packing=wrapped")
 
 
