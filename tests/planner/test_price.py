@@ -775,6 +775,13 @@ def test_an_unknown_profile_is_refused_with_the_nearest() -> None:
     assert all(each.source for each in profiles().values())
 
 
+def test_graphs_beside_zero1_keep_a_shard_beside_the_whole_gradient() -> None:
+    whole = _priced("dp2 zero1 compile bf16").sizes
+    found = _priced("dp2 zero1 compile:graphs bf16").sizes
+    assert found.gradient_shard == whole.gradient_shard != ()
+    assert sum(found.gradient_home) == 2 * sum(found.gradient_shard)
+
+
 @pytest.mark.parametrize(("rows", "slots"), [(3.0, 3), (8 / 3, 2 * 3)])
 def test_graphs_of_microbatches_that_differ_by_a_row_have_two_shapes(
     rows: float, slots: int

@@ -620,7 +620,8 @@ class Priced:
             if flat
             else tuple(min(x, held.gradient * bucket) for x in gradient),
             gradient_shard=sharded(held.gradient_shard)
-            if held.gradient_shard and not flat
+            # Megatron sums in its buffer; phalanx beside the buffer of graphs.
+            if held.gradient_shard and (graphs or not flat)
             else (),
             gradient_home=gradient if flat else (),
             optimizer=tuple(
